@@ -167,6 +167,16 @@ class InMemoryTransport:
 
         return self._with_result("all-gather", tensor, group, run)
 
+    def all_gather_into(self, tensor: Tensor, group: Sequence[int]) -> Work:
+        """Give every rank of the group what each has of a contiguous tensor."""
+
+        def run(parts: Sequence[_MemoryWork]) -> None:
+            rows = [_tensor(part).view(len(parts), -1)[index].clone() for index, part in enumerate(parts)]
+            for part in parts:
+                _tensor(part).view(-1).copy_(torch.cat(rows))
+
+        return self._collective("all-gather", tensor, group, ("in place",), run)
+
     def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
         """Give every rank of the group the sum of its entry of the contiguous tensors of all."""
         check_entries(tensor, group)

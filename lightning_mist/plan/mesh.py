@@ -32,12 +32,15 @@ class HeldParameter:
         owners: For each of these stages, the place in a shard group that updates it from ZeRO-1 on; 0 where the stage
             does not shard. In the first group that is the data-parallel index which speaks for the stage when copies
             are summed over stages or gathered.
+        is_even: Whether every rank of a shard group updates a piece of it (:mod:`lightning_mist.schedule.flats`); then
+            ``owners`` says nothing.
     """
 
     name: str
     stages: tuple[int, ...]
     owners: tuple[int, ...]
     requires_grad: bool
+    is_even: bool = False
 
     def owner(self, stage: int) -> int:
         """The place in a shard group that updates the copies of ``stage``."""
@@ -112,7 +115,7 @@ class Mesh:
         """The parameters that this rank's optimizer updates."""
         if not self.is_sharded:
             return self.held
-        return tuple(parameter for parameter in self.held if parameter.owner(self.stage) == self.shard_index)
+        return tuple(item for item in self.held if item.is_even or item.owner(self.stage) == self.shard_index)
 
     def speaker(self, parameter: HeldParameter) -> int:
         """The global rank that answers for a parameter: the owner in the first stage that holds it.
@@ -166,9 +169,9 @@ def make_mesh(plan: Plan, rank: int, module_map: ModuleMap) -> Mesh:
 def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, ...]:
     """Where every parameter lives, and who updates it; the same for all tensor-parallel indices.
 
-    From ZeRO-1 on a stage's trained parameters are dealt out by
-    :func:`~lightning_mist.plan.sharding.assign_owners`, under ZeRO-3 then also the others, on top of what each rank
-    has by then; elsewhere parameters that are not trained stay with index 0.
+    From ZeRO-1 on a stage's trained parameters are shared out evenly, or as a whole dealt out by
+    :func:`~lightning_mist.plan.sharding.assign_owners`, under ZeRO-3 also the others, on top of what each rank has by
+    then; elsewhere parameters that are not trained stay with index 0.
     """
     # Chunks that share their devices hold a parameter once; a group of devices has the index of its first stage.
     stages = {
@@ -176,12 +179,17 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
         for name, found in module_map.owners(plan.bounds).items()
     }
     owner: dict[tuple[str, int], int] = {}
+    even: set[str] = set()
     for index, stage in enumerate(plan.stages[: plan.num_groups]):
         held = [use for use in module_map.parameters if index in stages[use.name]]
         ranks = stage.mesh.shard_ranks if stage.zero_stage else 1
         loads = [0] * ranks
-        for is_trained in (True, False) if stage.zero_stage >= ZeroStage.PARAMETERS else (True,):
-            dealt = [use for use in held if use.requires_grad is is_trained]
+        shares_all = stage.zero_stage >= ZeroStage.PARAMETERS
+        if shares_evenly(plan, module_map, index):
+            shared = [use for use in held if use.requires_grad or shares_all]
+            even.update(use.name for use in shared if use.shape and "float" in use.dtype and len(stages[use.name]) == 1)
+        for is_trained in (True, False) if shares_all else (True,):
+            dealt = [use for use in held if use.requires_grad is is_trained and use.name not in even]
             owners = assign_owners([_nbytes(use) for use in dealt], ranks, loads)
             for use, place in zip(dealt, owners, strict=True):
                 owner[use.name, index] = place
@@ -192,9 +200,19 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
             stages=stages[use.name],
             owners=tuple(owner.get((use.name, index), 0) for index in stages[use.name]),
             requires_grad=use.requires_grad,
+            is_even=use.name in even,
         )
         for use in module_map.parameters
     )
+
+
+def shares_evenly(plan: Plan, module_map: ModuleMap, group: int) -> bool:
+    """Whether ZeRO gives every rank of a group of devices an equal piece of what no other group holds."""
+    stage = plan.stages[group]
+    is_shared = stage.zero_stage >= ZeroStage.OPTIMIZER and stage.mesh.shard_ranks > 1
+    # Collectives have ranks in their order.
+    is_shared = is_shared and list(stage.devices) == sorted(stage.devices)
+    return is_shared and module_map.even_shards and not stage.offload.updates_by_units
 
 
 def names_with_values(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset[str]:
@@ -203,7 +221,7 @@ def names_with_values(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset
     is_dealt_out = plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS and len(mesh.peers) > 1
     kept = mesh.held
     if is_dealt_out:
-        kept = tuple(parameter for parameter in kept if parameter.owner(mesh.stage) == mesh.shard_index)
+        kept = mesh.owned
     return frozenset(parameter.name for parameter in kept)
 
 

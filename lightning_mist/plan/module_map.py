@@ -128,6 +128,8 @@ class ModuleMap:
             parameters are.
         uncontexts: Degrees of these that were tried in vain, and why.
         drops: Whether the step was seen to drop something at random while that was found out.
+        even_shards: Whether ranks may update pieces of parameters: the optimizer treats every entry by itself, and
+            nobody else steps it or looks at its gradients.
     """
 
     step: str
@@ -145,6 +147,7 @@ class ModuleMap:
     contexts: tuple[TensorSplit, ...] = ()
     uncontexts: tuple[tuple[int, str], ...] = ()
     drops: bool = False
+    even_shards: bool = False
     tail: tuple[LiveTensor, ...] = ()
 
     def split(self, degree: int) -> TensorSplit:

@@ -6,7 +6,7 @@ the cut, sliced by rows where the data-parallel degrees differ, and the random s
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from lightning_mist.runtime.communication import Microbatch, Neighbours, Transpo
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState
-from lightning_mist.runtime.parameters import CastKeeper, MasterWeights, parts_of
+from lightning_mist.runtime.parameters import CastKeeper, EvenShards, MasterWeights, flat_parts, parts_of
 from lightning_mist.runtime.recording import ActionRecorder
 from lightning_mist.runtime.stage import PipelineStage, RankStages, WrittenWeights, make_unit_runner
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, complete_gradients, lower
 from lightning_mist.schedule.action import INPUT_BACKWARDS
+from lightning_mist.schedule.flats import stage_flats
 from lightning_mist.schedule.stage_units import offloaded_parameters, updated_units
 
 __all__ = ["Executor", "Microbatch"]
@@ -46,6 +47,7 @@ class Executor:
     Attributes:
         shards: Values of parameters that are with their owners only, under ZeRO-3.
         gradients: Gradients that are in host memory.
+        even: What the ranks share out evenly, under ZeRO.
         parts: The parts of batches that the step ran on.
         outputs: For each of them what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: For each the state of the generators after the last stage's forward, where it travelled.
@@ -82,11 +84,15 @@ class Executor:
         place = host or HostPlace()
         self.pool = HostPool(self.streams.ops, place.budget)
         self.state_pool = HostPool(self.streams.ops, place.budget, place.directory) if place.directory else self.pool
+        flats = stage_flats(plan, module_map, self.mesh.stage)
+        even_parts = flat_parts(self.mesh, module_map, flats)
+        self.even = EvenShards(self.mesh, self.parameters, flats, even_parts, transport) if flats else None
         self._runner = make_unit_runner(
             *(self.mesh, module_map, self.parameters, transport, self.actions, device, self.streams),
             pools=(self.pool, self.state_pool),
             held=(*stages[0].module.parameters(), *stages[0].module.buffers()),
             has_masters=masters is not None,
+            even=self.even,
         )
         self.shards = None if self._runner is None else self._runner.shards
         for stage in stages:
@@ -98,6 +104,7 @@ class Executor:
         self.reducer = GradientReducer(
             *(self.mesh, self.parameters, transport, gradients, parts_of(plan, rank, module_map)),
             offloaded=() if self.gradients is None else self.gradients.names,
+            even=self.even,
         )
         tied = {item.name for item in self.mesh.held if len(item.stages) > 1}
         self._tied = frozenset() if self.gradients is None else self.gradients.names & tied
@@ -108,7 +115,9 @@ class Executor:
             units = updated_units(plan, module_map, self.mesh.stage).values()
             offloaded = [[name for name in names if name in moved] for names in units]
             self.masters = MasterWeights(
-                *(self.mesh, self.stages.every, masters, self.shards), offloaded=offloaded, pool=self.state_pool
+                *(self.mesh, self.stages.every, masters, self.shards, self.even),
+                offloaded=offloaded,
+                pool=self.state_pool,
             )
         self.written = WrittenWeights(self.mesh, self.parameters, module_map)
         self.parts: Sequence[Microbatch] = ()
@@ -135,6 +144,13 @@ class Executor:
         """The parameters of all stages of this rank by canonical name; one that several use is one entry."""
         return self.stages.parameters
 
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        """The parameters of which this rank updates something."""
+        parts = {} if self.even is None else self.even.parts
+        names = [item.name for item in self.mesh.owned if item.name not in parts or parts[item.name].is_mine]
+        return [self.parameters[name] for name in names]
+
     def run(
         self,
         microbatches: Sequence[Microbatch],
@@ -154,7 +170,7 @@ class Executor:
         Args:
             step: The user's step on a microbatch: returns a loss, a dictionary with ``"loss"``, or None.
             loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
-            earlier: Parameters that have a gradient of earlier batches in host memory, which is to be kept.
+            earlier: Parameters that have a gradient of earlier batches elsewhere, which is to be kept.
             pause: Yielded once, before the first backward, if given: whoever runs this may do something else meanwhile.
 
         Raises:
@@ -167,6 +183,8 @@ class Executor:
         )
         self.parts, self.outputs, self.random_states = batch.parts, batch.outputs, batch.random_states
         self.engage()
+        if self.even is not None:
+            self.even.begin(earlier)
         if self.gradients is not None:
             self.gradients.checks = isinstance(loss_scale, Tensor)
             self.gradients.begin(earlier)
@@ -314,6 +332,10 @@ class Executor:
         """Take the optimizer's step now if it is left to the next batch: somebody looks. All ranks do."""
         if self._update is not None:
             self._update.flush()
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Inside, parameters and gradients are what of them this rank clips and updates."""
+        return nullcontext() if self.even is None else self.even.shown()
 
     def _deferred(self, action: Action) -> frozenset[str]:
         """The parameters whose gradients wait for this ``W``."""

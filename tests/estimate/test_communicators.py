@@ -81,7 +81,8 @@ def listened(
         yield from one.run(microbatches(plan, rank, batches))
         every = one.executor.stages.every
         speakers = ParameterGatherer(plan, rank, every, module_map, listener).speakers
-        yield from global_grad_norm(one.executor.mesh, every, speakers, listener)
+        with one.showing():
+            yield from global_grad_norm(one.executor.mesh, every, speakers, listener)
 
     drive([run(rank, listener) for rank, listener in enumerate(listeners)])
     return listeners

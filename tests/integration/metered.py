@@ -148,7 +148,8 @@ def _train(
     masters = None  # the rank has what it keeps
     stages = rank.executor.stages
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
-    restrict_optimizer(optimizer, [stages.parameters[item.name] for item in rank.executor.mesh.owned])
+    pieces = {stages.parameters[name]: part for name, part in rank.every_part().items()}
+    restrict_optimizer(optimizer, rank.executor.updated, pieces)
     streams, pool = rank.executor.streams, rank.executor.pool
     moved = offload_optimizer_state(
         *(optimizer, rank.executor.mesh, module_map, stages.parameters, streams, pool, rank.executor.shards),
@@ -173,7 +174,8 @@ def _step(rank: Rank, optimizer: torch.optim.Optimizer, parts: Sequence[Microbat
     yield from rank.run(parts)
     if rank.executor.gradients is not None:
         rank.executor.gradients.install(torch.ones(()))
-    optimizer.step()
+    with rank.showing():
+        optimizer.step()
     yield from rank.executor.gather_parameters()
 
 

@@ -7,7 +7,7 @@ is the mean over the ranks' batches of the loss of the user's step on the whole 
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from lightning_mist.plan import (
 )
 from lightning_mist.runtime.communication.transport import Transport, Work
 from lightning_mist.runtime.executor import Executor, Microbatch
+from lightning_mist.runtime.parameters.flat_parts import AnyPart
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.optimizer_cut import (
     clip_by_norm,
@@ -51,7 +52,7 @@ class Outcome:
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
     states: dict[int, Tensor] = field(default_factory=dict)
-    parts: list[dict[str, Part]] = field(default_factory=list)
+    parts: list[dict[str, AnyPart]] = field(default_factory=list)
 
 
 @contextmanager
@@ -127,12 +128,13 @@ def make_plan(
     return plan_of(rows * world, parts * world // replicas, *made, groups=groups, schedule=schedule)
 
 
-def map_of(module: nn.Module, batch: Any) -> ModuleMap:
+def map_of(module: nn.Module, batch: Any, *, even_shards: bool = True) -> ModuleMap:
     """Where a module can be cut, from its own step on a batch."""
     rows = batch_rows(batch)
     second = slice_rows(batch, 0, rows - 1) if rows is not None and rows > 1 else None
     with precision_of(module):
-        return map_module(module, lambda value: module.training_step(value, 0), batch, second_batch=second)
+        found = map_module(module, lambda value: module.training_step(value, 0), batch, second_batch=second)
+    return replace(found, even_shards=even_shards)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -224,7 +226,21 @@ class Rank:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Gradients that this rank's optimizer would use, or its parts of them."""
-        return {item.name: self.executor.parameters[item.name].grad for item in self.executor.mesh.owned}
+        with self.showing():
+            updated = set(self.executor.updated)
+            return {name: p.grad for name, p in self.executor.parameters.items() if p in updated}
+
+    def every_part(self) -> dict[str, AnyPart]:
+        """What this rank has of parameters that it has not all of."""
+        return {**self.parts, **({} if self.executor.even is None else self.executor.even.parts)}
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """Inside, parameters have the gradients of a batch that has run, this rank's pieces where it has these."""
+        if self.executor.even is not None:
+            self.executor.even.install(torch.ones(()))
+        with self.executor.shown():
+            yield
 
     def gathered(self) -> dict[str, int]:
         """How often a function needed the whole of a split tensor."""
@@ -274,7 +290,7 @@ def run_plan(
         [rank.losses(mine) for rank, mine in zip(ranks, parts, strict=True)],
         [rank.gradients() for rank in ranks],
         [rank.states(mine) for rank, mine in zip(ranks, parts, strict=True)],
-        [rank.parts for rank in ranks],
+        [rank.every_part() for rank in ranks],
     )
 
 
@@ -282,7 +298,7 @@ def collect(
     losses: Sequence[dict[int, Any]],
     gradients: Sequence[dict[str, Any]],
     states: Sequence[dict[int, Tensor]],
-    parts: Sequence[dict[str, Part]] | None = None,
+    parts: Sequence[dict[str, AnyPart]] | None = None,
 ) -> Outcome:
     owners = sorted({owner for part in losses for owner in part})
     total = [sum(part[owner] for part in losses if owner in part) for owner in owners]
@@ -308,7 +324,7 @@ def assert_equal(outcome: Outcome, expected: Outcome, *, scale: float = 1.0, tol
             part = outcome.parts[rank].get(name) if outcome.parts else None
             if part is not None:
                 wanted = part.take(wanted)
-            difference = (gradient / scale - wanted).abs().max().item()
+            difference = (gradient / scale - wanted).abs().max().item() if gradient.numel() else 0.0
             assert difference <= tolerance * max(1.0, largest), f"{name} on rank {rank}: off by {difference}"
     missing = set(reference_gradients) - {name for gradients in outcome.gradients for name in gradients}
     assert not missing, f"no rank has {sorted(missing)}"
@@ -343,10 +359,15 @@ class Trained:
     optimizer: dict[str, Any] | None
 
 
-def train_reference(module: nn.Module, steps: Sequence[Sequence[Any]]) -> Trained:
+def train_reference(
+    module: nn.Module,
+    steps: Sequence[Sequence[Any]],
+    optimize: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
+    max_norm: float = MAX_NORM,
+) -> Trained:
     """Clipped AdamW steps in a single process; ``steps`` holds the ranks' batches of each step."""
     module = copy.deepcopy(module)
-    optimizer = make_optimizer(module)
+    optimizer = optimize(module)
     losses = []
     for batches in steps:
         optimizer.zero_grad()
@@ -357,7 +378,7 @@ def train_reference(module: nn.Module, steps: Sequence[Sequence[Any]]) -> Traine
                 (loss / len(batches)).backward()
             found[rank] = loss.detach()
         losses.append(found)
-        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_NORM)
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm)
         optimizer.step()
     return Trained(losses, {name: p.detach() for name, p in module.named_parameters()}, optimizer.state_dict())
 
@@ -370,6 +391,7 @@ def train(
     transport: Transport,
     masters: dict[str, Tensor] | None = None,
     optimize: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
+    max_norm: float = MAX_NORM,
 ) -> Generator[Work, None, Trained]:
     """The same steps as one rank of a plan, and everything brought together at the end (optimizer state on rank 0).
 
@@ -381,19 +403,20 @@ def train(
     every = stages.every
     name_of = {parameter: name for name, parameter in every.items()}
     order = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    shared = {stages.parameters[name]: part for name, part in rank.parts.items()}
-    cut = restrict_optimizer(optimizer, [stages.parameters[item.name] for item in mesh.owned], shared)
+    shared = {stages.parameters[name]: part for name, part in rank.every_part().items()}
+    cut = restrict_optimizer(optimizer, rank.executor.updated, shared)
     stages.free_foreign()
-    gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport)
+    gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport, rank.executor.even)
     losses = []
     for batches in steps:
         parts = microbatches(plan, transport.rank, batches)
         optimizer.zero_grad()
         yield from rank.run(parts)
         losses.append(rank.losses(parts))
-        norm = yield from global_grad_norm(mesh, every, gatherer.speakers, transport, names=order)
-        clip_by_norm(stages.parameters.values(), MAX_NORM, norm)
-        optimizer.step()
+        with rank.showing():
+            norm = yield from global_grad_norm(mesh, every, gatherer.speakers, transport, names=order)
+            clip_by_norm(stages.parameters.values(), max_norm, norm)
+            optimizer.step()
         yield from rank.executor.gather_parameters()
     values: dict[str, Tensor] = {}
     yield from gatherer.run(lambda name, value: values.update({name: value.clone()}))
@@ -408,7 +431,7 @@ def assert_trained_equal(ranks: Sequence[Trained], expected: Trained, *, toleran
             total = sum(rank.losses[step].get(owner, 0.0) for rank in ranks)
             torch.testing.assert_close(total, loss, rtol=tolerance, atol=tolerance)
     for rank in ranks:
-        assert list(rank.parameters) == list(expected.parameters)
+        assert rank.parameters.keys() == expected.parameters.keys()
         for name, value in expected.parameters.items():
             torch.testing.assert_close(rank.parameters[name], value, rtol=tolerance, atol=tolerance)
     state, wanted = ranks[0].optimizer, expected.optimizer

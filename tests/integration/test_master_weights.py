@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from itertools import cycle, product
+from math import inf
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from lightning_mist.model import derive_splits
 from tests import zoo
 from tests.integration.masters import sgd, train_alone
-from tests.integration.parity import cast, make_optimizer, make_plan, map_of, precision_of, train
+from tests.integration.parity import MAX_NORM, cast, make_optimizer, make_plan, map_of, precision_of, train
 from tests.memory_transport import InMemoryWorld, drive
 from tests.tiers import tiered
 
@@ -45,12 +46,15 @@ def outcome(name, plan, compute, optimize, tensor=1):
         if tensor > 1:
             step = partial(narrow.training_step, batch_idx=0)
             module_map = derive_splits(narrow, step, batch, module_map, (tensor,))
-        expected = train_alone(module, plan, module_map, steps, compute, optimize)
+        # Norms of pieces add up in another order, and what rounds otherwise once is another number of 16 bits.
+        is_narrow = compute is torch.bfloat16 and any(stage.zero_stage for stage in plan.stages)
+        max_norm = inf if is_narrow else MAX_NORM
+        expected = train_alone(module, plan, module_map, steps, compute, optimize, max_norm=max_norm)
         world = InMemoryWorld(plan.world_size)
         ranks = []
         for transport in world.transports:
             values, own = masters_of(copy.deepcopy(module), compute)
-            ranks.append(train(own, module_map, plan, steps, transport, values, optimize))
+            ranks.append(train(own, module_map, plan, steps, transport, values, optimize, max_norm))
         return drive(ranks), expected
 
 

@@ -70,7 +70,8 @@ def recorded(plan: Plan, module: Any, module_map: Any, batches: Any, exchange: A
             yield from exchange(recording, batch_exchange, batches[rank])
             yield from one.run(batch_exchange.microbatches)
         mesh, every = one.executor.mesh, one.executor.stages.every
-        yield from global_grad_norm(mesh, every, speakers_of(plan, rank, every, module_map, recording), recording)
+        with one.showing():
+            yield from global_grad_norm(mesh, every, speakers_of(plan, rank, every, module_map, recording), recording)
         yield from one.executor.gather_parameters()
 
     drive([recordings[rank].watch(run(rank)) for rank in range(plan.world_size)])

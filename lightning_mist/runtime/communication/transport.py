@@ -56,6 +56,9 @@ class Transport(Protocol):
     def all_gather(self, tensor: Tensor, group: Sequence[int]) -> "TensorWork":
         """Give every rank of the group the contiguous tensors of all, stacked along a new first dimension."""
 
+    def all_gather_into(self, tensor: Tensor, group: Sequence[int]) -> Work:
+        """Give every rank of the group what each has of a contiguous tensor: equal parts, in group order."""
+
     def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> "TensorWork":
         """Give every rank of the group the sum of its entry of the contiguous tensors of all.
 
@@ -167,6 +170,20 @@ class _PendingResult(_PendingWork):
     def result(self) -> Any:
         self.wait()
         return self._output
+
+
+class _PendingSum(_PendingResult):
+    """A torch work that brings rows of which the sum is wanted."""
+
+    __slots__ = ()
+
+    def result(self) -> Any:
+        self.wait()
+        first, *others = self._output.unbind()
+        self._output = self._output[:1]
+        for row in others:
+            first += row
+        return first
 
 
 def message_options(timeout: timedelta | None) -> Any:
@@ -297,13 +314,26 @@ class DistributedTransport:
         work = _ALL_GATHER(output.view(-1), tensor.view(-1), group=self._group_of(tensor, group), async_op=True)
         return _PendingResult(work, output, tensor)
 
+    def all_gather_into(self, tensor: Tensor, group: Sequence[int]) -> Work:
+        check_contiguous(tensor, "all-gather")
+        own = tensor.view(len(group), -1)[list(group).index(self.rank)]
+        return _PendingWork(
+            _ALL_GATHER(tensor.view(-1), own, group=self._group_of(tensor, group), async_op=True), tensor
+        )
+
     def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
         check_contiguous(tensor, "reduce-scatter")
         check_entries(tensor, group)
         if len(group) == 1:
             return _PendingResult(None, tensor.detach()[0].clone())
+        handle = self._group_of(tensor, group)
+        if self._is_host:
+            # Gloo's own costs as much as an all-reduce; sums in the order of ranks are the same however many there are.
+            rows = torch.empty_like(tensor)
+            work = dist.all_to_all_single(rows.view(-1), tensor.view(-1), group=handle, async_op=True)
+            return _PendingSum(work, rows, tensor)
         output = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-        work = _REDUCE_SCATTER(output.view(-1), tensor.view(-1), group=self._group_of(tensor, group), async_op=True)
+        work = _REDUCE_SCATTER(output.view(-1), tensor.view(-1), group=handle, async_op=True)
         return _PendingResult(work, output, tensor)
 
     def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:

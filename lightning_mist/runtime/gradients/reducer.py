@@ -24,7 +24,16 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import HeldParameter, Mesh, needs_spreading, sums_wholes, tied_groups
 from lightning_mist.runtime.communication import TensorWork, Transport, Work
 from lightning_mist.runtime.offload import OffloadedGradients
-from lightning_mist.runtime.parameters import Bucket, Part, UnitKey, gradient_dtype, make_buckets, owned_buckets
+from lightning_mist.runtime.parameters import (
+    Bucket,
+    EvenShards,
+    FlatShard,
+    Part,
+    UnitKey,
+    gradient_dtype,
+    make_buckets,
+    owned_buckets,
+)
 from lightning_mist.schedule.stage_units import ShardUnit
 
 # Gradients under ZeRO-2 and ZeRO-3: reduced to their owners unit by unit, after every backward of a microbatch.
@@ -63,13 +72,21 @@ class UnitGradients:
         units: Mapping[UnitKey, ShardUnit],
         transport: Transport,
         offloaded: OffloadedGradients | None = None,
+        even: EvenShards | None = None,
     ) -> None:
         self._mesh, self._transport, self._offloaded = mesh, transport, offloaded
+        self._even: dict[UnitKey, list[FlatShard]] = {key: [] for key in units}
+        for shard in () if even is None else even.trained:
+            for key in shard.flat.reduced:
+                self._even[key].append(shard)
+        self._shards = even
+        self._evenly: list[tuple[FlatShard, TensorWork]] = []
         names = frozenset[str]() if offloaded is None else offloaded.names
         self._group = tuple(sorted(mesh.shard_peers))
         self._replicates = tuple(sorted(mesh.replicate_peers))
-        owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
-        self._of = {key: owned_buckets(unit.reduced, parameters, owners, apart=names) for key, unit in units.items()}
+        owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
+        dealt = {key: [name for name in unit.reduced if name in owners] for key, unit in units.items()}
+        self._of = {key: owned_buckets(found, parameters, owners, apart=names) for key, found in dealt.items()}
         self._under_way: list[tuple[Bucket, Tensor, list[bool], Work]] = []
         self._sums: dict[int, tuple[Bucket, _Sum]] = {}
 
@@ -80,8 +97,11 @@ class UnitGradients:
     def reduce(self, key: UnitKey) -> None:
         """Start to reduce a unit's gradients, which the parameters lose, once those before have arrived."""
         self.settle()
+        scale = 1.0 / self._mesh.plan.num_loaders
+        for shard in self._even[key]:
+            buffer = shard.take_gradients(scale=scale, dtype=shard.bucket.parameters[0].dtype)
+            self._evenly.append((shard, self._transport.reduce_scatter(buffer, self._group)))
         for bucket in self._of[key]:
-            scale = 1.0 / self._mesh.plan.num_loaders
             flat, present = bucket.take_gradients(scale=scale, ranks=len(self._group))
             assert bucket.owner is not None
             work = self._transport.reduce(flat, self._mesh.shard_peers[bucket.owner], self._group)
@@ -104,7 +124,8 @@ class UnitGradients:
 
         with ExitStack() as stack:
             for key, buckets in self._of.items():
-                missing[key] = {p for bucket in buckets for p in bucket.parameters if p.requires_grad}
+                together = [*buckets, *(shard.bucket for shard in self._even[key])]
+                missing[key] = {p for bucket in together for p in bucket.parameters if p.requires_grad}
                 for parameter in missing[key]:
                     hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
@@ -120,11 +141,11 @@ class UnitGradients:
         Raises:
             ScheduleError: If a parameter got a gradient after those of its unit were reduced for the last time.
         """
-        for *_, work in self._under_way:
-            yield work
+        yield from (work for *_, work in self._under_way)
+        yield from (work for _, work in self._evenly)
         self.settle()
-        for buckets in self._of.values():
-            for bucket in buckets:
+        for key, buckets in self._of.items():
+            for bucket in (*buckets, *(shard.bucket for shard in self._even[key])):
                 for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
                     if parameter.grad is not None:
                         raise ScheduleError(
@@ -134,6 +155,7 @@ class UnitGradients:
         sums, self._sums = self._sums, {}
         if len(self._replicates) > 1:
             flats = [total.flat for _, total in sums.values()]
+            flats += [] if self._shards is None else [shard.fresh for shard in self._shards.trained]
             yield from [self._transport.all_reduce(flat, self._replicates) for flat in flats if flat is not None]
         gradients: dict[nn.Parameter, Tensor] = {}
         for bucket, total in sums.values():
@@ -146,14 +168,20 @@ class UnitGradients:
                     gradients[parameter] = gradients[parameter].add_(view) if parameter in gradients else view
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
+        if self._shards is not None:
+            yield from self._shards.finish()
 
     def forget(self) -> None:
         """Drop everything, also what is under way."""
+        self._evenly.clear()
         self._under_way.clear()
         self._sums.clear()
 
     def settle(self) -> None:
         """Wait for what is under way, and add it up where it is owned."""
+        for shard, piece in self._evenly:
+            shard.add(piece.result())
+        self._evenly.clear()
         for bucket, flat, present, work in self._under_way:
             work.wait()
             if bucket.owner != self._mesh.shard_index:
@@ -171,6 +199,7 @@ class GradientReducer:
         units: Reduces gradients unit by unit while backwards run (ZeRO-2, ZeRO-3); what it does is not done here.
         parts: Of which of the parameters this rank has a part.
         offloaded: Names of the parameters whose gradients are in host memory, and are not reduced here.
+        even: What ranks share out evenly, if anything.
     """
 
     def __init__(
@@ -181,7 +210,9 @@ class GradientReducer:
         units: UnitGradients | None = None,
         parts: Mapping[str, Part] = MappingProxyType({}),
         offloaded: Collection[str] = (),
+        even: EvenShards | None = None,
     ) -> None:
+        self._even = even
         self._mesh, self._parameters, self._transport, self._units = mesh, parameters, transport, units
         self._parts = parts
         self._group = tuple(sorted(mesh.shard_peers))
@@ -190,12 +221,18 @@ class GradientReducer:
         self._leaves_early = len(self._group) > 1 and units is None and not offloaded
         # Backward reaches the last parameters first, so their buckets fill first.
         trained = [item for item in reversed(mesh.held) if item.requires_grad]
-        self.buckets = _buckets_of(mesh, parameters, trained)
-        staying = [item for item in trained if item.name not in offloaded]
-        self._reduced = self.buckets if len(staying) == len(trained) else _buckets_of(mesh, parameters, staying)
+        dealt = [item for item in trained if not item.is_even]
+        self.buckets = _buckets_of(mesh, parameters, dealt)
+        staying = [item for item in dealt if item.name not in offloaded]
+        reduced = self.buckets if len(staying) == len(dealt) else _buckets_of(mesh, parameters, staying)
+        places = {item.name: place for place, item in enumerate(trained)}
+        evenly = () if even is None else even.trained
+        self._reduced: tuple[Bucket | FlatShard, ...] = tuple(
+            sorted((*reduced, *evenly), key=lambda item: max(places[name] for name in _bucket(item).names))
+        )
         self._trained = {item.name for item in trained}
         self._tied = [item for item in mesh.held if item.requires_grad and len(item.stages) > 1]
-        self._launched: list[tuple[Bucket, Tensor, list[bool], Work]] = []
+        self._launched: list[tuple[Bucket, Tensor, list[bool], Work] | tuple[FlatShard, TensorWork]] = []
         self._ready: set[nn.Parameter] = set()
         self._hooks: list[Any] = []
 
@@ -260,11 +297,21 @@ class GradientReducer:
             return
         for bucket in self._reduced[len(self._launched) :]:
             self._launch(bucket)
-        for bucket, flat, present, work in self._launched:
-            yield work
+        for launched in self._launched:
+            yield launched[-1]
+            _refuse_late(_bucket(launched[0]))
+            if len(launched) == 2:
+                shard, piece = launched
+                total = shard.add(piece.result())
+                if len(self._replicates) > 1:
+                    yield self._transport.all_reduce(total, self._replicates)
+                continue
+            bucket, flat, present, _ = launched
             if len(self._replicates) > 1 and bucket.owner == self._mesh.shard_index:
                 yield self._transport.all_reduce(flat, self._replicates)
             self._install(bucket, flat, present)
+        if self._even is not None:
+            yield from self._even.finish()
         self.disarm()
 
     def reduce_tied(self) -> Iterator[Work]:
@@ -319,8 +366,9 @@ class GradientReducer:
     def keep_layouts(self) -> None:
         """Remember the shapes and strides of the parameters, of which some may lose their memory now."""
         if not self.buckets or not self.buckets[0].layouts:
-            self.buckets, self._reduced = (
-                tuple(bucket.with_layouts() for bucket in buckets) for buckets in (self.buckets, self._reduced)
+            self.buckets = tuple(bucket.with_layouts() for bucket in self.buckets)
+            self._reduced = tuple(
+                item if isinstance(item, FlatShard) else item.with_layouts() for item in self._reduced
             )
 
     def gather_parameters(self, home: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[Work]:
@@ -331,6 +379,8 @@ class GradientReducer:
         zero_stage = self._mesh.plan.stages[self._mesh.stage].zero_stage
         if not self._mesh.is_sharded or zero_stage >= ZeroStage.PARAMETERS:
             return
+        if self._even is not None:
+            yield from self._even.give_out(home)
         outstanding: list[tuple[Bucket, Tensor, Work]] = []
         for bucket in self.buckets:
             assert bucket.owner is not None
@@ -357,12 +407,19 @@ class GradientReducer:
         # Buckets leave in one order on every rank, whatever the order in which they fill.
         while len(self._launched) < len(self._reduced):
             bucket = self._reduced[len(self._launched)]
-            if not self._ready.issuperset(bucket.parameters):
+            # The last to come is the last of its bucket, mostly.
+            if not all(parameter in self._ready for parameter in reversed(_bucket(bucket).parameters)):
                 return
             self._launch(bucket)
 
-    def _launch(self, bucket: Bucket) -> None:
-        flat, present = bucket.take_gradients(scale=1.0 / self._mesh.plan.num_loaders, ranks=len(self._group))
+    def _launch(self, bucket: Bucket | FlatShard) -> None:
+        scale = 1.0 / self._mesh.plan.num_loaders
+        if isinstance(bucket, FlatShard):
+            buffer = bucket.take_gradients(scale=scale, dtype=bucket.bucket.parameters[0].dtype)
+            reduced = self._transport.reduce_scatter(buffer, self._group)
+            self._launched.append((bucket, reduced))
+            return
+        flat, present = bucket.take_gradients(scale=scale, ranks=len(self._group))
         if bucket.owner is None:
             work = self._transport.all_reduce(flat, self._group)
         else:
@@ -370,12 +427,6 @@ class GradientReducer:
         self._launched.append((bucket, flat, present, work))
 
     def _install(self, bucket: Bucket, flat: Tensor, present: list[bool]) -> None:
-        late = [name for name, p in zip(bucket.names, bucket.parameters, strict=True) if p.grad is not None]
-        if late:
-            raise ScheduleError(
-                f"{late[0]} got a gradient after its bucket was reduced: a parameter is accumulated once per backward; "
-                "do not call backward inside backward (reentrant checkpointing of a shared module does)"
-            )
         if bucket.owner not in (None, self._mesh.shard_index):
             return
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
@@ -390,6 +441,19 @@ class GradientReducer:
                     f"{name} has a gradient, but did not require one when the plan was made: the set of trained "
                     "parameters must stay as it was; plan again after unfreezing"
                 )
+
+
+def _bucket(item: Bucket | FlatShard) -> Bucket:
+    return item.bucket if isinstance(item, FlatShard) else item
+
+
+def _refuse_late(bucket: Bucket) -> None:
+    late = [name for name, p in zip(bucket.names, bucket.parameters, strict=True) if p.grad is not None]
+    if late:
+        raise ScheduleError(
+            f"{late[0]} got a gradient after its bucket was reduced: a parameter is accumulated once per backward; "
+            "do not call backward inside backward (reentrant checkpointing of a shared module does)"
+        )
 
 
 _BUCKETS_IN_FLIGHT = 2

@@ -102,7 +102,13 @@ class AbsentParameter(nn.Parameter):
 
 
 class AbsentGradient(Tensor):
-    """Stands in for a gradient whose values are in host memory: nobody but the package may look at them."""
+    """Stands in for a gradient that is in host memory, or shared out: nobody but the package may look at its values.
+
+    Attributes:
+        piece: What of it this rank has, where ranks share it out; it may be cleared.
+    """
+
+    piece: Tensor | None = None
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "AbsentGradient":
@@ -117,9 +123,13 @@ class AbsentGradient(Tensor):
         """Answer what is asked of its form; refuse what is asked of its values, naming the way out."""
         name = _name_of(func)
         if name not in _FORM and name != "grad =" and _package(sys._getframe(1)) != _OURS:
+            pieces = [item.piece for item in _flat(args) if type(item) is AbsentGradient]
+            if name in ("zero_", "_foreach_zero_") and all(piece is not None for piece in pieces):
+                torch._foreach_zero_([piece for piece in pieces if piece is not None])
+                return args[0]
             raise PlanError(
-                f"{name} of a gradient while its values are in host memory: read gradients, or clear them other than "
-                "by zero_grad(set_to_none=True), under a plan with offload.gradients = 0"
+                f"{name} of a gradient while its values are {_elsewhere(pieces)}: read gradients, or clear them other "
+                f"than by zero_grad, under a plan with {'offload.gradients' if None in pieces else 'zero_stage'} = 0"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -206,6 +216,10 @@ def _is_ours(name: str) -> bool:
 def _is_gradient(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a parameter is asked for, or given, a gradient that is here."""
     return name in ("grad", "grad =") and bool(args[0].__dict__.get("_mist_keeps_gradient"))
+
+
+def _elsewhere(pieces: list[Tensor | None]) -> str:
+    return "in host memory" if None in pieces else "shared out over ranks"
 
 
 def _arrive_of(item: Any) -> Callable[[], None] | None:

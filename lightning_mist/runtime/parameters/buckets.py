@@ -66,11 +66,22 @@ class Bucket:
         Raises:
             PlanError: If a gradient is not dense.
         """
-        gradients = [parameter.grad for parameter in self.parameters]
-        present = [gradient is not None for gradient in gradients]
-        flat = self.empty(extra=len(present))
-        views = self.views(flat)
+        flat = self.empty(extra=len(self.parameters))
+        present = self.move_gradients(self.views(flat), flat[: self.numel], scale=scale, ranks=ranks)
+        flags = flat[self.numel :].fill_(1.0)
+        for index, is_present in enumerate(present):
+            if not is_present:
+                flags[index] = 0.0
+        return flat, present
+
+    def move_gradients(self, views: Sequence[Tensor], flat: Tensor, *, scale: float, ranks: int) -> list[bool]:
+        """Move the parameters' gradients, times ``scale``, into views of a flat buffer, and zeros where there are none.
+
+        Returns:
+            Which parameters had a gradient.
+        """
         check_dense(self, ranks)
+        gradients = [parameter.grad for parameter in self.parameters]
         for gradient, view in zip(gradients, views, strict=True):
             if gradient is None:
                 view.zero_()
@@ -82,14 +93,10 @@ class Bucket:
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         if not is_cast:
-            flat[: self.numel].mul_(scale)
-        flags = flat[self.numel :].fill_(1.0)
-        for index, is_present in enumerate(present):
-            if not is_present:
-                flags[index] = 0.0
+            flat.mul_(scale)
         for parameter in self.parameters:
             parameter.grad = None
-        return flat, present
+        return [gradient is not None for gradient in gradients]
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:

@@ -11,7 +11,9 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.sharding import BUCKET_BYTES
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.parameters.tensor_parts import Speakers, speakers_of
+from lightning_mist.runtime.parameters.even_shards import EvenShards
+from lightning_mist.runtime.parameters.tensor_parts import Speakers, parts_of, speakers_of
+from lightning_mist.schedule.flats import Flat, stage_flats
 
 _GATHER_TAG = 1 << 21
 """First tag of gathered parameters; tags of the executor and of batches are smaller."""
@@ -27,11 +29,13 @@ class _Segment:
     Attributes:
         ranks: The ranks; each has one part of every parameter, or a single one the whole.
         shapes: Shape of what each rank has of them.
+        flat: The buffer in which they lie if they are shared out evenly; each rank has a piece of it.
     """
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    flat: Flat | None = None
 
 
 @dataclass(slots=True)
@@ -44,14 +48,15 @@ class _Transfer:
 
 
 class ParameterGatherer:
-    """Brings every parameter of the module, in the module's order, to every rank or to one.
+    """Brings every parameter of the module to every rank or to one.
 
     Of the copies that several ranks hold, one speaks for all. A parameter that tensor parallelism has shared out is put
-    together from its parts.
+    together from its parts, and so are flat buffers from their pieces.
 
     Args:
         parameters: All parameters of the module by canonical name. Those of other ranks' stages keep their shape and
             dtype although their storage is gone.
+        even: What this rank's group shares out evenly, if anything.
 
     Attributes:
         home_values: Gives this rank's values that are in host memory, by canonical name.
@@ -64,15 +69,22 @@ class ParameterGatherer:
         parameters: Mapping[str, nn.Parameter],
         module_map: ModuleMap,
         transport: Transport,
+        even: EvenShards | None = None,
     ) -> None:
         self._rank, self._transport, self._all = rank, transport, parameters
         self.home_values: Callable[[], Mapping[str, Tensor]] = dict
         self._world = tuple(range(plan.world_size))
-        self.speakers = speakers_of(plan, make_mesh(plan, rank, module_map).parameters, module_map)
+        held = make_mesh(plan, rank, module_map).parameters
+        self.speakers = speakers_of(plan, held, module_map)
+        groups = [group for group in range(plan.num_groups) if stage_flats(plan, module_map, group)]
+        self._flats = [(group, flat) for group in groups for flat in stage_flats(plan, module_map, group)]
+        self._of_flats = {name for _, flat in self._flats for name in flat.names}
+        self._parts = {group: parts_of(plan, plan.stages[group].devices[0], module_map) for group in groups}
+        self._plan, self._even = plan, even
         self._shapes = {use.name: use.shape for use in module_map.parameters}
 
     def run(self, sink: Callable[[str, Tensor], None], *, destination: int | None = None) -> Iterator[Work]:
-        """Hand every parameter to ``sink`` once, by canonical name, in the module's order.
+        """Hand every parameter to ``sink`` once, by canonical name, in an order that is the same on all ranks.
 
         Args:
             sink: Takes the name and the full value, without history. The value may share memory with the parameter
@@ -81,7 +93,7 @@ class ParameterGatherer:
         """
         outstanding: list[tuple[_Segment, list[_Transfer]]] = []
         tag, self._home = _GATHER_TAG, self.home_values()
-        for segment in self._segments():
+        for segment in (*self._pieces(), *self._segments()):
             transfers = []
             for speaker in segment.ranks:
                 transfers.append(self._post(segment, speaker, tag, destination))
@@ -92,10 +104,21 @@ class ParameterGatherer:
         for item in outstanding:
             yield from self._deliver(*item, sink, destination)
 
+    def _pieces(self) -> list[_Segment]:
+        """One segment for each flat buffer: its pieces."""
+        found = []
+        for group, flat in self._flats:
+            mesh = self._plan.stages[group].mesh
+            ranks = mesh.devices[: flat.degree * mesh.tensor_parallel_degree]
+            found.append(_Segment(ranks=ranks, names=flat.names, shapes=((flat.piece,),), flat=flat))
+        return found
+
     def _segments(self) -> list[_Segment]:
         segments: list[tuple[tuple[int, ...], torch.dtype, list[str]]] = []
         size = 0
         for name, speakers in self.speakers.items():
+            if name in self._of_flats:
+                continue
             dtype = self._all[name].dtype
             nbytes = prod(self._shape(name, speakers)) * dtype.itemsize
             if not segments or segments[-1][:2] != (speakers.ranks, dtype) or size + nbytes > BUCKET_BYTES:
@@ -125,7 +148,7 @@ class ParameterGatherer:
         like = self._all[segment.names[0]]
         flat = torch.empty(sum(map(prod, segment.shapes)), dtype=like.dtype, device=like.device)
         if is_speaker:
-            torch._foreach_copy_(_views(flat, segment.shapes), [self._value(name) for name in segment.names])
+            torch._foreach_copy_(_views(flat, segment.shapes), self._mine(segment))
         if destination is None:
             work = self._transport.broadcast(flat, speaker, self._world)
         elif is_speaker:
@@ -147,14 +170,36 @@ class ParameterGatherer:
         if destination not in (None, self._rank):
             return
         values = [self._values(segment, transfer) for transfer in transfers]
+        if segment.flat is not None:
+            self._put_together(segment.flat, [piece.to(values[0][0].device) for (piece,) in values], sink)
+            return
         for name, *parts in zip(segment.names, *values, strict=True):
             part = self.speakers[name].part
             sink(name, parts[0] if part is None else part.join([value.to(parts[0].device) for value in parts]))
 
     def _values(self, segment: _Segment, transfer: _Transfer) -> list[Tensor]:
         if transfer.flat is None or self._rank == transfer.speaker:
-            return [self._value(name) for name in segment.names]
+            return self._mine(segment)
         return _views(transfer.flat, segment.shapes)
+
+    def _put_together(self, flat: Flat, pieces: list[Tensor], sink: Callable[[str, Tensor], None]) -> None:
+        step = len(pieces) // flat.degree
+        wholes = [torch.cat(pieces[index::step]) for index in range(step)]
+        parts = next(self._parts[group] for group, other in self._flats if other is flat)
+        for name, start, size in zip(flat.names, flat.starts, flat.sizes, strict=False):
+            part, shape = parts.get(name), self._shapes[name]
+            values = [whole[start : start + size] for whole in wholes]
+            if part is None:
+                sink(name, values[0].view(shape))
+            else:
+                sink(name, part.join([value.view(part.local_shape) for value in values]))
+
+    def _mine(self, segment: _Segment) -> list[Tensor]:
+        """What this rank has of a segment."""
+        if segment.flat is None:
+            return [self._value(name) for name in segment.names]
+        assert self._even is not None
+        return [next(shard.own() for shard in self._even.shards if shard.flat.names == segment.names)]
 
     def _value(self, name: str) -> Tensor:
         home = self._home.get(name)

@@ -26,6 +26,7 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.host_memory import HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
+from lightning_mist.runtime.parameters.even_shards import EvenShards
 from lightning_mist.runtime.parameters.unit_shards import UnitShards
 from lightning_mist.tensors import is_hollow
 
@@ -37,6 +38,7 @@ class MasterWeights:
         every: All parameters of the module by canonical name, in the type that is computed in.
         values: The masters of those that are trained, whole; from now on the parameters are these.
         shards: Has the casts of parameters whose values are not here all the time, if the rank has any.
+        even: What ranks share out evenly, if anything.
         offloaded: Canonical names of those whose masters are in the host memory of their owner, by unit.
         pool: That memory.
 
@@ -54,6 +56,7 @@ class MasterWeights:
         every: Mapping[str, nn.Parameter],
         values: Mapping[str, Tensor],
         shards: UnitShards | None,
+        even: EvenShards | None = None,
         *,
         offloaded: Sequence[Sequence[str]] = (),
         pool: HostPool | None = None,
@@ -64,8 +67,14 @@ class MasterWeights:
         self._held = {every[item.name]: item.name for item in held}
         self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.OPTIMIZER
         owner = {item.name: item.owner(mesh.stage) if self._shares else mesh.shard_index for item in held}
-        others = [name for name in owner if owner[name] != mesh.shard_index]
-        self._where = {name: f"on rank {mesh.shard_peers[owner[name]]} (zero_stage 1 or more)" for name in others}
+        self._even = [] if even is None else [s for s in even.trained if s.flat.names[0] in values]
+        self._where = {
+            item.name: f"{even.where} (zero_stage 1 or more)"
+            if even is not None and item.is_even
+            else f"on rank {mesh.shard_peers[owner[item.name]]} (zero_stage 1 or more)"
+            for item in held
+            if item.is_even or owner[item.name] != mesh.shard_index
+        }
         self._moved = [[name for name in names if name in owner and name not in self._where] for names in offloaded]
         self.away = {name: every[name] for name in (*self._where, *chain.from_iterable(self._moved))}
         self._casts: dict[str, Tensor] = {}
@@ -91,6 +100,10 @@ class MasterWeights:
                 self._masters[name] = parameter.data
             if name not in in_shards and not is_hollow(value):
                 self._casts[name] = value.to(self.types[name])
+        for shard in self._even:
+            whole = [parameter.detach() for parameter in shard.bucket.parameters]
+            shard.updated = shard.empty_piece(whole[0])
+            shard.keep(shard.updated, whole)
         for names in filter(None, self._moved):
             values = [self._every[name].detach() for name in names]
             if names[0] not in self.home:
@@ -110,6 +123,9 @@ class MasterWeights:
             let_go(self.home[name])
         elif name in self._masters:
             self._masters[name] = self._every[name].data = value
+        for shard in self._even:
+            if name in shard.flat.names and shard.updated is not None:
+                shard.put(shard.updated, shard.flat.names.index(name), value)
         if self._shards is None or not self._shards.give(name, value):
             self._casts[name] = value.to(self.types[name])
 
@@ -119,6 +135,8 @@ class MasterWeights:
         self._casts.clear()
         self._masters.clear()
         self._nothing.clear()
+        for shard in self._even:
+            shard.updated = None
 
     def compute(self) -> None:
         """A batch begins: parameters are what is computed with."""
@@ -141,7 +159,8 @@ class MasterWeights:
             parameter.data = self._nothing[name] if name in self.away else self._masters[name]
         make_present(self._every[name] for name in self._masters if not is_awaited(self._every[name]))
         if self.refuses_use:
-            make_absent({name: self._every[name] for name in self._where}, self._where.__getitem__)
+            where = {name: self._every[name] for name in self._where}
+            make_absent(where, self._where.__getitem__, keeps_gradient=bool(self._even))
             moved = {name: self._every[name] for name in self.away if name not in self._where}
             make_absent(moved, lambda _: "in host memory (offload.optimizer)", keeps_gradient=True)
 

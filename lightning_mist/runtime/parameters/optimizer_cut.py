@@ -26,7 +26,8 @@ from lightning_mist.leaves import Path, Wrapping, on_host, plain_leaves, put_tog
 from lightning_mist.optimizers import like
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.parameters.tensor_parts import Part, Speakers
+from lightning_mist.runtime.parameters.flat_parts import AnyPart
+from lightning_mist.runtime.parameters.tensor_parts import Speakers
 from lightning_mist.tensors import leaves, rebuild
 
 _STATE_TAG = 1 << 22
@@ -51,7 +52,7 @@ class OptimizerCut:
     groups: tuple[tuple[nn.Parameter, ...], ...]
     names: tuple[tuple[str, ...] | None, ...]
     owned: Collection[nn.Parameter]
-    parts: Mapping[nn.Parameter, Part] = field(default_factory=dict)
+    parts: Mapping[nn.Parameter, AnyPart] = field(default_factory=dict)
 
     @property
     def numbers(self) -> dict[nn.Parameter, int]:
@@ -92,7 +93,7 @@ def _fill(group: dict[str, Any], parameters: Iterable[nn.Parameter], names: Iter
 
 
 def restrict_optimizer(
-    optimizer: Optimizer, owned: Collection[nn.Parameter], parts: Mapping[nn.Parameter, Part] | None = None
+    optimizer: Optimizer, owned: Collection[nn.Parameter], parts: Mapping[nn.Parameter, AnyPart] | None = None
 ) -> OptimizerCut:
     """Let an optimizer update only the parameters in ``owned``.
 
@@ -205,7 +206,7 @@ def _tables(cut: OptimizerCut, parameters: Mapping[Any, nn.Parameter], state: Ma
     return {place for place, found in sizes.items() if len(found) > 1}
 
 
-def _take_part(entry: Any, part: Part | None, tables: Collection[Any] = ()) -> Any:
+def _take_part(entry: Any, part: AnyPart | None, tables: Collection[Any] = ()) -> Any:
     """State of a rank's part of a parameter from that of the whole: what is like it is cut; numbers and tables stay."""
     if part is None:
         return entry
@@ -219,20 +220,24 @@ def _take_part(entry: Any, part: Part | None, tables: Collection[Any] = ()) -> A
     return with_leaves(entry, new)
 
 
-def _join_parts(entries: Mapping[int, Any], part: Part | None) -> Any:
+def _join_parts(entries: Mapping[int, Any], part: AnyPart | None) -> Any:
     """State of a whole parameter from that of its parts by tensor-parallel index, taken apart."""
     if part is None:
         return entries[0]
-    new, others = {}, [dict(plain_leaves(entries[index])) for index in range(part.degree)]
-    for path, leaf in leaves_of_part(entries[0], part):
-        if tuple(leaf.shape) == part.local_shape:
-            new[path] = part.join([other[path] for other in others])
-        elif any(path not in other or not torch.equal(_as_bytes(other[path]), _as_bytes(leaf)) for other in others):
+    new, others = {}, {index: dict(plain_leaves(entry)) for index, entry in entries.items()}
+    first = min(entries)
+    # Who has nothing of a parameter has no state of it.
+    having = [index for index in range(part.degree) if index in entries or 0 not in part.shape_at(index)]
+    for path, leaf in leaves_of_part(entries[first], part):
+        if tuple(leaf.shape) == part.shape_at(first):
+            known = {index: others[index][path] for index in having}
+            new[path] = part.join([known.get(index, leaf[:0]) for index in range(part.degree)])
+        elif any(path not in o or not torch.equal(_as_bytes(o[path]), _as_bytes(leaf)) for o in others.values()):
             raise PlanError(_not_cut(f"{leaf.numel()} entries of {path[-1]!r}, which differ between parts,", part))
-    return with_leaves(entries[0], new)
+    return with_leaves(entries[first], new)
 
 
-def leaves_of_part(entry: Any, part: Part) -> Iterator[tuple[Path, Tensor]]:
+def leaves_of_part(entry: Any, part: AnyPart) -> Iterator[tuple[Path, Tensor]]:
     """Tensors by path of a parameter's state, taken apart; none of a class of its own, which would know the shape."""
     for item in leaves(entry):
         if isinstance(item, Wrapping):
@@ -240,9 +245,9 @@ def leaves_of_part(entry: Any, part: Part) -> Iterator[tuple[Path, Tensor]]:
     return plain_leaves(entry)
 
 
-def _not_cut(what: str, part: Part) -> str:
+def _not_cut(what: str, part: AnyPart) -> str:
     return (
-        f"the optimizer's state has {what} for {part.split.name} of shape {part.shape}, of which ranks have parts of "
+        f"the optimizer's state has {what} for {part.name} of shape {part.shape}, of which ranks have parts of "
         f"shape {part.local_shape}: only what is like the parameter, or the same for all, can be cut and joined; use "
         "tensor_parallel_degree=1"
     )
@@ -282,7 +287,7 @@ def gather_optimizer_state(
     gathered = transport.all_gather_object((parts, header), tuple(range(transport.world_size)))
     yield gathered
     merged: dict[Any, dict[int, Any]] = {}
-    degrees: dict[Any, tuple[int, Part | None]] = {}
+    degrees: dict[Any, tuple[int, AnyPart | None]] = {}
     tag = _STATE_TAG
     if device is None:
         device = next((p.device for group in cut.groups for p in group), torch.device("cpu"))

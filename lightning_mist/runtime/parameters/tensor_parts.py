@@ -1,6 +1,6 @@
 """Parameters that tensor parallelism has shared out: which part a rank has, and who has the others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_mist.plan import ModuleMap, ParameterSplit, Plan
 from lightning_mist.plan.mesh import HeldParameter
+from lightning_mist.schedule.flats import stage_flats
 from lightning_mist.tensor_parallel import shard, unshard
 
 
@@ -22,9 +23,18 @@ class Part:
     shape: tuple[int, ...]
 
     @property
+    def name(self) -> str:
+        """The parameter's canonical name."""
+        return self.split.name
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the part."""
         return self.split.local_shape(self.shape, self.degree)
+
+    def shape_at(self, index: int) -> tuple[int, ...]:
+        """Shape of one of the parts: the same for all."""
+        return self.local_shape
 
     def take(self, whole: Tensor) -> Tensor:
         """This part of a whole tensor of the parameter's shape; contiguous, with memory of its own."""
@@ -37,6 +47,13 @@ class Part:
         index = self.take(numbers).flatten()
         starts = [0, *(index.diff().sub(1).nonzero().flatten() + 1).tolist(), len(index)]
         return [(int(index[start]), start, end - start) for start, end in pairwise(starts)]
+
+    def placed(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Views of this part, each with where it begins in the whole tensor."""
+        dim = self.split.dim % len(self.shape)
+        zeros = [0] * len(self.shape)
+        for whole, start, length in self.runs():
+            yield (*zeros[:dim], whole, *zeros[dim + 1 :]), local.narrow(dim, start, length)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the parts of all ranks, in their order."""
@@ -67,7 +84,7 @@ class Speakers:
 
     Attributes:
         ranks: Global ranks. What they have, in this order, makes the whole; one rank where it is not shared out.
-        part: The first rank's part; None if the parameter is not shared out.
+        part: The first rank's part; None if tensor parallelism does not share it out.
     """
 
     ranks: tuple[int, ...]
@@ -75,16 +92,37 @@ class Speakers:
 
 
 def speakers_of(plan: Plan, parameters: Sequence[HeldParameter], module_map: ModuleMap) -> dict[str, Speakers]:
-    """For each parameter the ranks that answer for it: its owners in the first group of devices that holds it."""
+    """For each parameter the ranks that answer for it: who updates something of it, once."""
     parts: dict[int, dict[str, Part]] = {}
-    found = {}
+    found, evenly = {}, dict[str, tuple[int, ...]]()
     for item in parameters:
         group, owner = item.stages[0], item.owners[0]
         mesh = plan.stages[group].mesh
         if group not in parts:
             parts[group] = parts_of(plan, mesh.devices[0], module_map)
+            evenly |= _having(plan, module_map, group, parts[group])
+        if item.is_even:
+            found[item.name] = Speakers(ranks=evenly[item.name], part=None)
+            continue
         part = parts[group].get(item.name)
         first = owner * mesh.tensor_parallel_degree
         count = 1 if part is None else mesh.tensor_parallel_degree
         found[item.name] = Speakers(ranks=mesh.devices[first : first + count], part=part)
+    return found
+
+
+def _having(plan: Plan, module_map: ModuleMap, group: int, parts: Mapping[str, Part]) -> dict[str, tuple[int, ...]]:
+    """Global ranks that have something of each parameter that a group of devices shares out evenly, one for each part.
+
+    Of several shard groups the first one speaks.
+    """
+    mesh = plan.stages[group].mesh
+    width = mesh.tensor_parallel_degree
+    found = {}
+    for flat in stage_flats(plan, module_map, group):
+        for index, name in enumerate(flat.names):
+            spans = [flat.span(index, place) for place in range(flat.degree)]
+            places = [place for place, (low, high) in enumerate(spans) if low < high] or [0]
+            count = width if name in parts else 1
+            found[name] = tuple(rank for place in places for rank in mesh.devices[place * width :][:count])
     return found

@@ -1,10 +1,12 @@
 """Values of parameters that are there only while they are used: with another rank (ZeRO-3), or in host memory.
 
-Under ZeRO-3 each is whole with one rank of a shard group, and with others only while they are used. What is offloaded
-is in its owner's host memory, and on no device but while it is used; without ZeRO-3 every rank is the owner of all.
+Under ZeRO-3 every rank of a shard group has a piece of them, or each is whole with one, and all ranks have all of them
+only while they are used. What is offloaded is in its owner's host memory, and on no device but while it is used;
+without ZeRO-3 every rank is the owner of all.
 
-The parameters of a unit that have one owner lie side by side in one flat storage. The owner's stays. On other ranks
-``UNSHARD`` gives the storage its memory and starts to fill it from the owner, ``RESHARD`` takes the memory away. The
+The parameters of a unit that have one owner, or are shared out evenly, lie side by side in one flat storage. An owner's
+stays. Elsewhere ``UNSHARD`` gives the storage its memory and starts to fill it from the owner, or from pieces beside
+it, ``RESHARD`` takes the memory away. The
 storage is one and the same object all the time, so that what autograd saved of a parameter (views of it) is right again
 when backward has unsharded the unit. A parameter that is sharded is not a number everywhere: whoever computes with it
 all the same sees it.
@@ -31,6 +33,7 @@ from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
 from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
+from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard
 from lightning_mist.schedule.stage_units import ShardUnit
 from lightning_mist.tensors import is_hollow
 
@@ -47,6 +50,8 @@ class _Shard:
 
     Attributes:
         first: The first unit that uses them.
+        even: This rank's piece of them where they are shared out evenly.
+        kept: What it has of what is computed with then.
         has_master: Whether what is computed with is cast, where it is owned, from what the optimizer updates.
         is_resident: Whether the values are here all the time.
         is_attached: Whether the parameters are views of the storage.
@@ -56,9 +61,17 @@ class _Shard:
     """
 
     def __init__(
-        self, bucket: Bucket, first: UnitKey, *, is_owned: bool, is_offloaded: bool, has_master: bool, where: str
+        self,
+        bucket: Bucket,
+        first: UnitKey,
+        *,
+        is_owned: bool,
+        is_offloaded: bool,
+        has_master: bool,
+        where: str,
+        even: FlatShard | None = None,
     ) -> None:
-        self.bucket, self.first, self.is_owned, self._where = bucket, first, is_owned, where
+        self.bucket, self.first, self.is_owned, self._where, self.even = bucket, first, is_owned, where, even
         self.is_offloaded = is_owned and is_offloaded
         self.has_master = has_master
         self.is_resident = is_owned and not is_offloaded
@@ -69,6 +82,7 @@ class _Shard:
         self.arriving: Any = None
         self.leaving: Any = None
         like = bucket.parameters[0]
+        self.kept = None if even is None else even.empty_piece(like)
         self._storage = torch.empty(0, dtype=like.dtype, device=like.device).untyped_storage()
         # Made once: they stay right whether the storage has its memory or not.
         self.flat = torch.empty(0, dtype=like.dtype, device=like.device)
@@ -77,18 +91,23 @@ class _Shard:
         self._nothing: list[Tensor] = []
 
     def lay_out(self) -> None:
-        """Take the shapes and strides that the parameters have now."""
-        self.bucket = self.bucket.with_layouts()
+        """Take the shapes and strides that the parameters have now; those shared out evenly are contiguous."""
+        if self.even is None:
+            self.bucket = self.bucket.with_layouts()
         alignment = max(1, _ALIGNMENT_BYTES // self.flat.element_size())
-        size = padded_numel(self.bucket.layouts, alignment)
+        even = None if self.even is None else self.even.flat
+        size = padded_numel(self.bucket.layouts, alignment) if even is None else even.piece * even.degree
         self._nbytes = size * self.flat.element_size()
         self.allocate()
         nothing = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
         self.flat = nothing.set_(self._storage, 0, (size,), (1,))
-        self._views = views_like(self.flat, self.bucket.layouts, alignment=alignment)
+        if self.even is None:
+            self._views = views_like(self.flat, self.bucket.layouts, alignment=alignment)
+        else:
+            self._views = self.even.views(self.flat)
         fill = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
         one = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
-        self._nothing = [one.expand(layout.shape) for layout in self.bucket.layouts]
+        self._nothing = [one.expand(view.shape) for view in self._views]
 
     def cast(self, masters: Mapping[str, Tensor]) -> None:
         """Fill the storage from masters, of which some may be elsewhere."""
@@ -96,6 +115,11 @@ class _Shard:
         if here:
             values = [masters[self.bucket.names[index]] for index in here]
             torch._foreach_copy_([self._views[index] for index in here], values)
+
+    def place(self) -> None:
+        """Put this rank's piece into the storage."""
+        if self.even is not None and self.kept is not None:
+            self.flat.view(self.even.flat.degree, -1)[self.even.parts[0].place].copy_(self.kept)
 
     def allocate(self) -> None:
         """Give the storage its memory."""
@@ -143,7 +167,7 @@ class _Shard:
             parameter.data = nothing
         if self.refuses_use:
             named = dict(zip(self.bucket.names, self.bucket.parameters, strict=True))
-            make_absent(named, lambda _: self._where, keeps_gradient=self.is_offloaded)
+            make_absent(named, lambda _: self._where, keeps_gradient=self.is_offloaded or self.even is not None)
         self._storage.resize_(0)
 
     def detach(self, *, is_used: bool) -> None:
@@ -159,6 +183,7 @@ class UnitShards:
     Args:
         offloaded: The parameters whose values are in their owner's host memory, by canonical name.
         has_masters: Whether trained parameters are cast from masters when a batch begins.
+        even: What ranks share out evenly, if anything.
 
     Attributes:
         masters: What this rank's own are cast from, by canonical name; see
@@ -177,6 +202,7 @@ class UnitShards:
         pool: HostPool | None = None,
         *,
         has_masters: bool = False,
+        even: EvenShards | None = None,
     ) -> None:
         self._mesh, self._transport, self._streams, self._pool = mesh, transport, streams, pool
         self._group = tuple(sorted(mesh.shard_peers))
@@ -189,7 +215,7 @@ class UnitShards:
         for item in mesh.held:
             p, is_offloaded = parameters[item.name], item.name in offloaded
             owner = item.owner(mesh.stage) if self._is_shared else mesh.shard_index
-            if self._is_shared or is_offloaded:
+            if (self._is_shared and not item.is_even) or is_offloaded:
                 is_updated = p.requires_grad or not (is_offloaded or has_masters)
                 key_of = (tuple(users[item.name]), owner, is_offloaded, is_updated, p.dtype, p.device)
                 together.setdefault(key_of, []).append((item.name, p))
@@ -207,6 +233,21 @@ class UnitShards:
             )
             self._shards.append(shard)
             for key in keys:
+                self._of[key].append(shard)
+        for of_flat in even.shards if even is not None and self._is_shared else ():
+            shard = _Shard(
+                of_flat.bucket,
+                of_flat.flat.users[0],
+                is_owned=False,
+                is_offloaded=False,
+                has_master=has_masters and of_flat.flat.is_trained,
+                where=f"{even.where} (zero_stage 3)" if even is not None else "",
+                even=of_flat,
+            )
+            self._shards.append(shard)
+            if not shard.has_master:
+                of_flat.updated = shard.kept
+            for key in of_flat.flat.users:
                 self._of[key].append(shard)
         self._cast_at = {
             name: (shard, index)
@@ -259,7 +300,10 @@ class UnitShards:
         with torch.no_grad():
             for shard in self._shards:
                 shard.lay_out()
-                if shard.is_resident:
+                if shard.even is not None and shard.kept is not None:
+                    shard.even.keep(shard.kept, [parameter.data for parameter in shard.bucket.parameters])
+                    shard.free()
+                elif shard.is_resident:
                     shard.take()
                 elif shard.is_offloaded:
                     assert self._pool is not None
@@ -271,8 +315,12 @@ class UnitShards:
         """Copy values to where this rank keeps those of a parameter between batches; whether that is here."""
         for shard in self._shards:
             if name in shard.bucket.names:
+                index = shard.bucket.names.index(name)
+                if shard.even is not None and shard.kept is not None:
+                    shard.even.put(shard.kept, index, value)
+                    return True
                 views = shard.views_of(shard.flat if shard.home is None else shard.home)
-                views[shard.bucket.names.index(name)].copy_(value)
+                views[index].copy_(value)
                 let_go(*views)
                 return True
         return False
@@ -280,7 +328,11 @@ class UnitShards:
     def compute(self) -> None:
         """A batch begins: parameters that are here as masters are cast, others' are away."""
         for shard in self._shards:
-            if shard.has_master and shard.is_resident:
+            if shard.has_master and shard.even is not None:
+                assert shard.kept is not None
+                shard.kept.copy_(shard.even.own())
+                shard.free()
+            elif shard.has_master and shard.is_resident:
                 shard.cast(self.masters)
                 shard.attach()
             elif shard.has_master:
@@ -307,7 +359,10 @@ class UnitShards:
             if shard.users == 1:
                 if not shard.is_attached:
                     self._fetch(shard)
-                if self._is_shared:
+                if shard.even is not None:
+                    shard.place()
+                    shard.work = self._transport.all_gather_into(shard.flat, self._group)
+                elif self._is_shared:
                     # Others get what has arrived.
                     self._arrived(shard)
                     assert shard.bucket.owner is not None

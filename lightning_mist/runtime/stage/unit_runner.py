@@ -26,7 +26,7 @@ from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.gradients import UnitGradients
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool
 from lightning_mist.runtime.offload import OffloadedActivations, OffloadedGradients, OffloadedState
-from lightning_mist.runtime.parameters import UnitKey, UnitShards
+from lightning_mist.runtime.parameters import EvenShards, UnitKey, UnitShards
 from lightning_mist.runtime.stage.parameter_guard import ParameterGuard, refused_backward
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
@@ -263,6 +263,7 @@ def make_unit_runner(
     held: Sequence[Tensor] = (),
     *,
     has_masters: bool = False,
+    even: EvenShards | None = None,
 ) -> UnitRunner | None:
     """The runner of a rank; None if its stages shard neither gradients nor parameters, and move no activations.
 
@@ -270,6 +271,7 @@ def make_unit_runner(
         pools: Host memory for activations, and for parameters.
         held: Parameters and buffers of the module, which no layer keeps for itself.
         has_masters: Whether trained parameters are cast from masters.
+        even: What ranks share out evenly, if anything.
     """
     plan = mesh.plan
     found = plan_units(plan, module_map, mesh.stage)
@@ -281,7 +283,9 @@ def make_unit_runner(
     offloaded = offloaded_parameters(plan, module_map, mesh.stage, ratio, trained=False)
     is_needed = any(item.sharded for item in units.values())
     shards = (
-        UnitShards(mesh, parameters, by_key, transport, offloaded, streams, pools[1], has_masters=has_masters)
+        UnitShards(
+            *(mesh, parameters, by_key, transport, offloaded, streams, pools[1]), has_masters=has_masters, even=even
+        )
         if is_needed
         else None
     )
@@ -296,7 +300,7 @@ def make_unit_runner(
         partial(_lines_of, units),
         actions,
         shards,
-        UnitGradients(mesh, parameters, by_key, transport, offloaded_gradients) if reduces else None,
+        UnitGradients(mesh, parameters, by_key, transport, offloaded_gradients, even) if reduces else None,
         device=device,
         last_layer=len(module_map.blocks) - 1,
         guard=None if shards is None else ParameterGuard(shards.away),

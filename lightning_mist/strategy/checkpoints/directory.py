@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_mist.errors import CheckpointError, MistError
-from lightning_mist.runtime.parameters import Part
+from lightning_mist.runtime.parameters import AnyPart
 from lightning_mist.strategy.checkpoints.atomic import META, partial_path, publish, refuse_folder, remove, sync_folder
 from lightning_mist.strategy.checkpoints.shards import Shards
 from lightning_mist.without_values import fake_mode
@@ -205,7 +205,9 @@ class StoredDirectory:
         (state,) = self._read(keys, there=there).values()
         return dict(state)
 
-    def optimizer(self, index: int, wanted: Callable[[list[Any]], Mapping[str, Part | None]] | None) -> dict[str, Any]:
+    def optimizer(
+        self, index: int, wanted: Callable[[list[Any]], Mapping[str, AnyPart | None]] | None
+    ) -> dict[str, Any]:
         """State of one optimizer, in host memory.
 
         Args:
@@ -224,7 +226,7 @@ class StoredDirectory:
     def _read(
         self,
         keys: Iterable[str],
-        parts: Mapping[str, Part | None] | None = None,
+        parts: Mapping[str, AnyPart | None] | None = None,
         there: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """What is stored under some keys, nested as it was saved; of parts what this rank has of them.
@@ -234,7 +236,7 @@ class StoredDirectory:
         """
         found: dict[str, Any] = dict(there or {})
         asked: dict[str, Any] = {}
-        for key in keys:
+        for key in (keys := list(keys)):
             if key in found:
                 continue
             stored, part = self._stored[key], (parts or {}).get(key)
@@ -253,7 +255,8 @@ class StoredDirectory:
             plan: LoadPlan = self._reader.prepare_local_plan(planner.create_local_plan())
             (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
-        whole: dict[str, Any] = unflatten_state_dict({**asked, **found}, self._paths)
+        read = {**asked, **found}
+        whole: dict[str, Any] = unflatten_state_dict({key: read[key] for key in keys}, self._paths)
         return whole
 
 
@@ -309,6 +312,6 @@ class StoredOptimizer:
     def __init__(self, directory: StoredDirectory, index: int) -> None:
         self._directory, self._index = directory, index
 
-    def read(self, wanted: Callable[[list[Any]], Mapping[str, Part | None]] | None = None) -> dict[str, Any]:
+    def read(self, wanted: Callable[[list[Any]], Mapping[str, AnyPart | None]] | None = None) -> dict[str, Any]:
         """See :meth:`StoredDirectory.optimizer`."""
         return self._directory.optimizer(self._index, wanted)

@@ -15,7 +15,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from lightning_mist.leaves import take_apart, with_leaves
 from lightning_mist.runtime.communication import complete
-from lightning_mist.runtime.parameters import OptimizerCut, Part, agree_on_rest, at_work, leaves_of_part, own_state_dict
+from lightning_mist.runtime.parameters import (
+    AnyPart,
+    OptimizerCut,
+    agree_on_rest,
+    at_work,
+    leaves_of_part,
+    own_state_dict,
+)
 from lightning_mist.strategy.training import Engine
 from lightning_mist.tensors import rebuild
 
@@ -32,17 +39,9 @@ class Shards:
         self._shape, self.pieces = torch.Size(shape), pieces or {}
 
     @classmethod
-    def of_part(cls, local: Tensor, part: Part) -> "Shards":
+    def of_part(cls, local: Tensor, part: AnyPart) -> "Shards":
         """Views of a rank's part of a tensor."""
-        dim = part.split.dim % len(part.shape)
-        zeros = [0] * len(part.shape)
-        return cls(
-            part.shape,
-            {
-                (*zeros[:dim], whole, *zeros[dim + 1 :]): local.narrow(dim, start, length)
-                for whole, start, length in part.runs()
-            },
-        )
+        return cls(part.shape, dict(part.placed(local)))
 
     def size(self) -> torch.Size:
         """The whole tensor's shape."""
@@ -112,9 +111,12 @@ def model_shards(module: nn.Module, engine: Engine | None, *, is_first: bool) ->
 
 def _owned_values(engine: Engine) -> dict[str, Any]:
     engine.executor.flush()
-    home, every, parts = engine.gatherer.home_values(), engine.stages.every, engine.parts
+    home, every, even = engine.gatherer.home_values(), engine.stages.every, engine.executor.even
+    spans = {} if even is None else even.parts
+    parts: dict[str, AnyPart] = {**engine.parts, **spans}
     with at_work():
-        values = {name: home[name] if name in home else every[name].detach() for name in _owned(engine)}
+        own = {name: even.part_of(name) for name in spans} if even is not None else {}
+        values = {name: own[name] if name in own else home.get(name, every[name].detach()) for name in _owned(engine)}
     return {name: Shards.of_part(v, parts[name]) if name in parts else v for name, v in values.items()}
 
 
@@ -137,7 +139,7 @@ def optimizer_shards(engine: Engine, optimizer: Any = None, *, is_first: bool) -
     return found if is_first else {"state": found["state"]}
 
 
-def _shared_out(entry: Any, part: Part | None) -> Any:
+def _shared_out(entry: Any, part: AnyPart | None) -> Any:
     if part is None:
         return entry
     found = leaves_of_part(entry := take_apart(entry), part)
@@ -162,7 +164,7 @@ def names_in_order(optimizer: Any, module: nn.Module) -> list[str]:
     return [known.get(parameter, f"parameter {number}") for number, parameter in enumerate(every)]
 
 
-def saved_parts(cut: OptimizerCut, groups: Sequence[Mapping[str, Any]]) -> dict[str, Part | None]:
+def saved_parts(cut: OptimizerCut, groups: Sequence[Mapping[str, Any]]) -> dict[str, AnyPart | None]:
     """Of which saved parameters this rank updates what part; by their places in the saved groups, as torch has it."""
     saved = [name for group in groups for name in group["params"]]
     mine = {parameter for group in cut.optimizer.param_groups for parameter in group["params"]}

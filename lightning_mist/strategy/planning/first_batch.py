@@ -306,6 +306,7 @@ def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | N
         records_metrics=True,
         prepare=partial(_run_hooks, trainer, module),
         restrictions=tuple if is_automatic else partial(manual_exclusions, module),
+        even_shards=is_automatic,
         hint="; a project that looks for 'ddp' in the strategy's name shares out its data under strategy=\"ddp_mist\"",
     )
 

@@ -29,6 +29,7 @@ from lightning_mist.model import (
 from lightning_mist.model.cuts import compiled_exclusions
 from lightning_mist.model.initialization import InitialValues, blocks_alike
 from lightning_mist.model.trace import step_bytes
+from lightning_mist.optimizers import is_entrywise, is_torchs
 from lightning_mist.plan import Exclusion, Feature, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.runtime.cutting import CutRules
@@ -87,6 +88,7 @@ class FitPlanner:
     cluster: AnyCluster
     restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
     prepare: Callable[[Any], None] | None = None
+    even_shards: bool = False
     spec: ModelSpec | None = None
     basis: PlanBasis | None = None
     cached_at: Path | None = None
@@ -208,7 +210,15 @@ class FitPlanner:
             masters = self.request.master_weights
             extra += user_exclusions(self.trainer, self.strategy.optimizers, master_weights=masters)
             extra += self.restrictions()
-        return replace(found, exclusions=(*found.exclusions, *extra))
+        even = plain is None and self.even_shards and self._shares_evenly()
+        return replace(found, exclusions=(*found.exclusions, *extra), even_shards=even)
+
+    def _shares_evenly(self) -> bool:
+        """Whether ranks may update pieces of parameters, wherever these begin and end."""
+        parameters, optimizers = list(self.module.parameters()), self.strategy.optimizers
+        storages = {p.untyped_storage()._cdata for p in parameters}
+        are_apart = len(storages) == len(parameters) and all(is_hollow(p) or p.is_contiguous() for p in parameters)
+        return are_apart and all(is_torchs(item) and is_entrywise(type(item)) for item in optimizers)
 
     def with_writes(self, found: ModuleMap) -> ModuleMap:
         """The map, without sharding where the step writes other values into weights on each rank; all take part."""

@@ -100,7 +100,7 @@ class Engine:
         self.executor = Executor(plan, rank, stages, module_map, transport, actions, host=host, masters=masters)
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
-        self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport)
+        self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport, self.executor.even)
         self.gatherer.home_values = self.executor.home_values
         self.buffers = BufferSync(module, transport)
         # What a CPU computes is at home.
@@ -194,8 +194,9 @@ class Engine:
             torch._foreach_mul_([gradient for _, gradient in stash], factor)
         for parameter, gradient in stash:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        if self.executor.gradients is not None:
-            self.executor.gradients.install(factor)
+        for elsewhere in (self.executor.gradients, self.executor.even):
+            if elsewhere is not None:
+                elsewhere.install(factor)
 
     # Whose parameters --------------------------------------------------------------------------------------------
 
@@ -385,20 +386,22 @@ class Engine:
         speakers = self.gatherer.speakers
         offloaded = self.executor.gradients
         known = {} if offloaded is None else offloaded.norms()
-        norm: Tensor = complete(
-            global_grad_norm(
-                *(self.executor.mesh, every, speakers, self.transport),
-                names=order,
-                norm_type=norm_type,
-                known=known,
+        with self.executor.shown():
+            norm: Tensor = complete(
+                global_grad_norm(
+                    *(self.executor.mesh, every, speakers, self.transport),
+                    names=order,
+                    norm_type=norm_type,
+                    known=known,
+                )
             )
-        )
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; to scale "
                 "them by it all the same pass error_if_nonfinite=False"
             )
-        clip_by_norm(_here(optimizer), max_norm, norm)
+        with self.executor.shown():
+            clip_by_norm(_here(optimizer), max_norm, norm)
         if offloaded is not None:
             # As torch.nn.utils.clip_grads_with_norm_ has it.
             offloaded.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -407,7 +410,8 @@ class Engine:
     @works
     def clip_by_value(self, optimizer: Any, clip_value: float) -> None:
         """Clamp every entry of this rank's gradients."""
-        clip_by_value(_here(optimizer), clip_value)
+        with self.executor.shown():
+            clip_by_value(_here(optimizer), clip_value)
         if self.executor.gradients is not None:
             self.executor.gradients.change(lambda gradients: _clamp(gradients, clip_value))
 
@@ -416,7 +420,7 @@ class Engine:
         """While gradients are multiplied by a factor: those in host memory are hidden, and will be."""
         offloaded = self.executor.gradients
         hidden = [] if offloaded is None else [p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient]
-        with gradients_aside(hidden):
+        with self.executor.shown(), gradients_aside(hidden):
             yield
         if offloaded is not None:
             offloaded.multiply(factor)

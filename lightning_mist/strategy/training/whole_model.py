@@ -22,9 +22,11 @@ from lightning_mist.optimizers import replaced_methods
 from lightning_mist.plan import ModuleMap
 from lightning_mist.runtime.communication import DistributedTransport, Transport, complete, told
 from lightning_mist.runtime.executor import Executor
-from lightning_mist.runtime.offload import behind_closure, offload_optimizer_state
+from lightning_mist.runtime.offload import UnitSteps, behind_closure, offload_optimizer_state
 from lightning_mist.runtime.parameters import (
+    AnyPart,
     Part,
+    at_work,
     gather_optimizer_state,
     load_full_optimizer_state,
     own_state_dict,
@@ -46,8 +48,10 @@ class OwnedOptimizer:
         device: torch.device,
     ) -> None:
         parameters, mesh = executor.stages.parameters, executor.mesh
-        owned = [parameters[item.name] for item in mesh.owned]
-        self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
+        self._even = executor.even
+        every: dict[str, AnyPart] = {**parts, **({} if self._even is None else self._even.parts)}
+        pieces = {parameters[name]: part for name, part in every.items()}
+        self.cut = restrict_optimizer(optimizer, executor.updated, pieces)
         self._transport, self._device = executor.transport, device
         self._hooks = []
         if executor.written.compares and executor.masters is None:
@@ -65,6 +69,13 @@ class OwnedOptimizer:
         )
         if self._offloaded is not None:
             executor.take_update(self._offloaded)
+        self._steps = None if self._even is None else UnitSteps(optimizer, self._update)
+
+    def _update(self) -> None:
+        assert self._even is not None
+        assert self._steps is not None
+        with at_work(), self._even.shown():
+            self._steps.of({parameter for group in self.cut.optimizer.param_groups for parameter in group["params"]})
 
     def release(self, timeout: timedelta | None) -> Callable[[], dict[str, Any]]:
         """Give the optimizer all its parameters back.
@@ -77,6 +88,9 @@ class OwnedOptimizer:
             hook.remove()
         if self._offloaded is not None:
             self._offloaded.end()
+        if self._steps is not None and self._even is not None:
+            self._steps.end()
+            self._even.end()
         cut, device = self.cut, self._device
         kept = on_host(own_state_dict(cut)["state"])
         cut.restore()

@@ -22,8 +22,8 @@ class World:
     """The ranks of one stage, each with its copy of a small module, units given by parts of names."""
 
     def __init__(self, module, batch, units):
-        plan = make_plan([len(map_of(module, batch).blocks)], degrees=[RANKS], zero=ZeroStage.PARAMETERS)
-        module_map = map_of(module, batch)
+        module_map = map_of(module, batch, even_shards=False)
+        plan = make_plan([len(module_map.blocks)], degrees=[RANKS], zero=ZeroStage.PARAMETERS)
         world = InMemoryWorld(RANKS)
         self.modules = [copy.deepcopy(module) for _ in range(RANKS)]
         self.meshes = [make_mesh(plan, rank, module_map) for rank in range(RANKS)]

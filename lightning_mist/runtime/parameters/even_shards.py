@@ -1,0 +1,253 @@
+"""Pieces of parameters that a shard group shares out evenly, and the gradients of what lies in them.
+
+The parameters of a flat buffer (:mod:`lightning_mist.schedule.flats`) are cut wherever ranks' pieces end. While it
+clips or updates, the engine *shows* pieces: each parameter is, and has the gradient of, what of it lies in this rank's
+piece, in one dimension and perhaps empty. At all other times parameters are whole, or absent, and a stand-in says that
+there is a gradient. No graph may be made while pieces are shown: its nodes would insist on their shapes.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.devices import read
+from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.runtime.parameters.absent_parameters import AbsentGradient, present_meanwhile
+from lightning_mist.runtime.parameters.buckets import Bucket, gradient_dtype
+from lightning_mist.runtime.parameters.flat_parts import FlatPart
+from lightning_mist.schedule.flats import Flat
+from lightning_mist.tensors import is_hollow
+
+
+class FlatShard:
+    """A rank's piece of one flat buffer.
+
+    Attributes:
+        shapes: Of what lies in the buffer.
+        updated: The piece of what the optimizer updates, where parameters are not that themselves: masters, or values
+            under ZeRO-3.
+        gradient: The piece of the gradients that the parameters have.
+        fresh: Of those of the batch that runs, or has just run; none of a parameter is zeros.
+    """
+
+    def __init__(self, flat: Flat, bucket: Bucket, parts: Sequence[FlatPart]) -> None:
+        self.flat, self.bucket, self.parts = flat, bucket, parts
+        self.shapes = [part.inner_shape for part in parts]
+        # Each parameter's elements, and what lies between them and the next one's.
+        ends = [start + size for start, size in zip(flat.starts, flat.sizes, strict=False)]
+        self._splits = _with_gaps(flat.starts[:-1], ends, flat.piece * flat.degree)
+        first = parts[0].place * flat.piece
+        cut = [min(max(place - first, 0), flat.piece) for place in (*flat.starts[:-1], *ends)]
+        self._own_splits = _with_gaps(cut[: len(parts)], cut[len(parts) :], flat.piece)
+        self.updated: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.fresh: Tensor | None = None
+        self.present = [False] * len(parts)
+        self._mine = [index for index, part in enumerate(parts) if part.is_mine]
+        self._stand_ins: dict[int, AbsentGradient] = {}
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """A view of each parameter's place in a whole buffer."""
+        parts = torch.split(buffer, self._splits)[: 2 * len(self.shapes) : 2]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def pieces(self, own: Tensor) -> list[Tensor]:
+        """A view of what of each parameter lies in this rank's piece."""
+        return list(torch.split(own, self._own_splits)[: 2 * len(self.parts) : 2])
+
+    def keep(self, own: Tensor, values: Sequence[Tensor]) -> None:
+        """Fill a piece from whole values, in the order of the parameters, as far as these are here."""
+        there = [index for index, value in enumerate(values) if not is_hollow(value)]
+        cut, pieces = [values[index].reshape(-1)[slice(*self.parts[index].span)] for index in there], self.pieces(own)
+        if there:
+            torch._foreach_copy_([pieces[index] for index in there], cut)
+
+    def put(self, own: Tensor, index: int, value: Tensor) -> None:
+        """Fill one parameter's place in a piece from its whole value."""
+        self.pieces(own)[index].copy_(value.reshape(-1)[slice(*self.parts[index].span)])
+
+    def empty_piece(self, like: Tensor) -> Tensor:
+        """Memory for a piece, of zeros: what no parameter has stays zero."""
+        return torch.zeros(self.flat.piece, dtype=like.dtype, device=like.device)
+
+    def own(self) -> Tensor:
+        """The piece of what the optimizer updates."""
+        if self.updated is not None:
+            return self.updated
+        values = [parameter.detach() for parameter in self.bucket.parameters]
+        self.keep(own := self.empty_piece(values[0]), values)
+        return own
+
+    def buffer(self, dtype: torch.dtype) -> Tensor:
+        """A whole buffer without values, a row for each rank."""
+        device = self.bucket.parameters[0].device
+        return torch.empty((self.flat.degree, self.flat.piece), dtype=dtype, device=device)
+
+    def show(self) -> list[tuple[nn.Parameter, Tensor, Tensor | None]]:
+        """Let parameters be, and have gradients of, what lies in this rank's piece; gives what they were, and had."""
+        own = None if self.updated is None else self.pieces(self.updated)
+        gradients = None if self.gradient is None else self.pieces(self.gradient)
+        before = []
+        for index in self._mine:
+            parameter = self.bucket.parameters[index]
+            before.append((parameter, value := parameter.data, stand_in := parameter.grad))
+            parameter.grad = None
+            parameter.data = value.view(-1)[slice(*self.parts[index].span)] if own is None else own[index]
+            if stand_in is not None and gradients is not None:
+                parameter.grad = gradients[index]
+        return before
+
+    def stand_in(self, there: Sequence[bool]) -> None:
+        """Let something stand for the gradients that are there."""
+        assert self.gradient is not None
+        pieces = self.pieces(self.gradient)
+        for index in self._mine:
+            if there[index]:
+                parameter, known = self.bucket.parameters[index], self._stand_ins.get(index)
+                if known is None or known.dtype is not parameter.dtype:
+                    known = self._stand_ins[index] = AbsentGradient.of(parameter)
+                known.piece, parameter.grad = pieces[index], known
+
+    def take_gradients(self, *, scale: float, dtype: torch.dtype) -> Tensor:
+        """Move the parameters' gradients, times ``scale``, into a buffer of the type in which they travel."""
+        buffer = self.buffer(dtype)
+        whole = buffer.view(-1)
+        for gap in torch.split(whole, self._splits)[1::2]:
+            gap.zero_()
+        had = self.bucket.move_gradients(self.views(whole), whole, scale=scale, ranks=self.flat.degree)
+        self.present = [one or other for one, other in zip(self.present, had, strict=True)]
+        return buffer
+
+    def add(self, piece: Tensor) -> Tensor:
+        """Add what ranks have reduced to this one, and give the sum."""
+        if self.fresh is None:
+            self.fresh = piece.to(gradient_dtype(self.bucket.parameters[0]))
+        else:
+            self.fresh += piece
+        return self.fresh
+
+
+def _with_gaps(starts: Sequence[int], ends: Sequence[int], numel: int) -> list[int]:
+    """How many elements each of several ranges has, and how many lie between its end and what follows it."""
+    follows = zip(starts, ends, (*starts[1:], numel), strict=True)
+    return [count for start, end, then in follows for count in (end - start, then - end)]
+
+
+class EvenShards:
+    """What a rank has of the parameters that its shard group shares out evenly."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        flats: Sequence[Flat],
+        parts: Mapping[str, FlatPart],
+        transport: Transport,
+    ) -> None:
+        self._mesh, self._transport = mesh, transport
+        self.parts = parts
+        self.shards = tuple(
+            FlatShard(
+                flat, Bucket.of([(name, parameters[name]) for name in flat.names]), [parts[name] for name in flat.names]
+            )
+            for flat in flats
+        )
+        self.trained = tuple(shard for shard in self.shards if shard.flat.is_trained)
+        self._of = {name: (shard, index) for shard in self.shards for index, name in enumerate(shard.flat.names)}
+        self.where = f"shared out over ranks {', '.join(map(str, mesh.shard_peers))}"
+
+    def part_of(self, name: str) -> Tensor:
+        """What the optimizer updates of a parameter on this rank."""
+        shard, index = self._of[name]
+        if shard.updated is not None:
+            return shard.pieces(shard.updated)[index]
+        return shard.bucket.parameters[index].detach().reshape(-1)[slice(*shard.parts[index].span)]
+
+    def begin(self, earlier: Collection[nn.Parameter] = ()) -> None:
+        """A batch begins; gradients are freed but those that ``earlier`` parameters have of batches before."""
+        kept = set(earlier)
+        for shard in self.trained:
+            shard.fresh, shard.present = None, [False] * len(shard.parts)
+            if kept.isdisjoint(shard.bucket.parameters):
+                shard.gradient = None
+
+    def finish(self) -> Iterator[Work]:
+        """Find out which parameters had a gradient on any rank."""
+        present = [one for shard in self.trained for one in shard.present]
+        if not present:
+            return
+        device = self.trained[0].bucket.parameters[0].device
+        flags = torch.tensor(present, dtype=torch.float32).to(device)
+        yield self._transport.all_reduce(flags, tuple(sorted(self._mesh.peers)))
+        # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
+        had = iter(present if all(present) else [count > 0 for count in read(flags)])
+        for shard in self.trained:
+            shard.present = [next(had) for _ in shard.parts]
+
+    def end(self) -> None:
+        """Nothing stands for gradients any more."""
+        for shard in self.trained:
+            for parameter in shard.bucket.parameters:
+                if type(parameter.grad) is AbsentGradient:
+                    parameter.grad = None
+
+    def install(self, factor: Tensor) -> None:
+        """Add the batch's gradients, times a factor, to those that parameters have."""
+        for shard in self.trained:
+            if shard.fresh is None:
+                continue
+            if not (factor.device.type == "cpu" and factor == 1.0):
+                shard.fresh.mul_(factor)
+            had = [parameter.grad is not None for parameter in shard.bucket.parameters]
+            if shard.gradient is not None:
+                pieces = zip(shard.pieces(shard.fresh), shard.pieces(shard.gradient), had, strict=True)
+                for new, before, is_added in pieces:
+                    if is_added:
+                        new.add_(before)
+            shard.gradient, shard.fresh = shard.fresh, None
+            shard.stand_in([one or other for one, other in zip(had, shard.present, strict=True)])
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, every trained parameter is, and has the gradient of, what of it is this rank's."""
+        every = [parameter for shard in self.trained for parameter in shard.bucket.parameters]
+        with present_meanwhile(every):
+            before = [item for shard in self.trained for item in shard.show()]
+            try:
+                yield
+            finally:
+                for parameter, value, stand_in in before:
+                    has_gradient, parameter.grad = parameter.grad is not None, None
+                    parameter.data = value
+                    parameter.grad = stand_in if has_gradient else None
+
+    def give_out(self, computed: Mapping[str, Tensor]) -> Iterator[Work]:
+        """After an update: give every rank of the group what it computes with.
+
+        Args:
+            computed: That by canonical name, where it is another tensor than the parameter.
+        """
+        under_way: list[tuple[FlatShard, Tensor, Work]] = []
+        for shard in self.trained:
+            pairs = zip(shard.flat.names, shard.bucket.parameters, strict=True)
+            values = [computed[name] if name in computed else parameter.detach() for name, parameter in pairs]
+            buffer = shard.buffer(values[0].dtype)
+            buffer[shard.parts[0].place].copy_(shard.own())
+            under_way.append((shard, buffer, self._transport.all_gather_into(buffer, self._mesh.shard_peers)))
+            if len(under_way) == _IN_FLIGHT:
+                yield from self._receive(*under_way.pop(0), computed)
+        for item in under_way:
+            yield from self._receive(*item, computed)
+
+    def _receive(self, shard: FlatShard, buffer: Tensor, work: Work, computed: Mapping[str, Tensor]) -> Iterator[Work]:
+        yield work
+        pairs = zip(shard.flat.names, shard.bucket.parameters, strict=True)
+        values = [computed[name] if name in computed else parameter.detach() for name, parameter in pairs]
+        torch._foreach_copy_(values, shard.views(buffer.view(-1)))
+
+
+_IN_FLIGHT = 2
+"""Buffers under way at once: one travels while the one before is copied out; more only cost memory."""

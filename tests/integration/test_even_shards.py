@@ -1,0 +1,98 @@
+"""Optimizers over pieces of parameters: two ranks end where one process does, to the bit."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.schedule.flats import stage_flats
+from tests.integration.parity import make_plan, map_of, train, train_reference
+from tests.memory_transport import InMemoryWorld, drive
+from tests.tiers import tiered
+
+RANKS, STEPS, ROWS = 2, 4, 3
+
+
+class Odd(nn.Module):
+    """Sizes that no cut meets, a weight used twice, one frozen, a number, nothing, and some without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(23, 31), nn.Linear(31, 23, bias=False)
+        self.norm = nn.LayerNorm(31)
+        self.scale, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.sometimes, self.never = nn.Parameter(torch.randn(70)), nn.Parameter(torch.randn(3))
+
+    def training_step(self, batch, batch_idx):
+        x = self.norm(self.first(batch["x"])).tanh()
+        x = self.second(x) * self.scale + batch["x"] + self.nothing.sum()
+        x = self.first(x).tanh().mean(-1)
+        # The row says whether it counts, as a gate does that not every batch opens.
+        if bool(batch["x"][0, 0] > 0):
+            x = x * self.sometimes.sigmoid().mean()
+        return (x - batch["y"]).square().mean() + self.frozen.sum() * 0
+
+
+def make(cls, module, **options):
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [{"params": trained[:2], "lr": 3e-3}, {"params": trained[2:5]}, {"params": trained[5:], "weight_decay": 0}]
+    return cls(groups, lr=1e-2, weight_decay=0.1, **options)
+
+
+OPTIMIZERS = {
+    **{
+        cls.__name__: partial(make, cls)
+        for cls in (
+            torch.optim.SGD,
+            torch.optim.Adam,
+            torch.optim.AdamW,
+            torch.optim.NAdam,
+            torch.optim.RAdam,
+            torch.optim.Adamax,
+            torch.optim.Adagrad,
+            torch.optim.Adadelta,
+            torch.optim.ASGD,
+            torch.optim.RMSprop,
+        )
+    },
+    "Rprop": lambda module: torch.optim.Rprop([p for p in module.parameters() if p.requires_grad]),
+    "SGD, momentum": partial(make, torch.optim.SGD, momentum=0.9, nesterov=True),
+    "AdamW, fused": partial(make, torch.optim.AdamW, fused=True, amsgrad=True),
+    "Adam, foreach": partial(make, torch.optim.Adam, foreach=True),
+    "RMSprop, centered": partial(make, torch.optim.RMSprop, centered=True, momentum=0.5),
+}
+
+
+def batches_of(step):
+    found = [{"x": torch.randn(ROWS, 23), "y": torch.randn(ROWS)} for _ in range(RANKS)]
+    for rank, batch in enumerate(found):
+        batch["x"][:, 0] = 1.0 if step == 2 or (step > 0 and rank == 1) else -1.0
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("name", tiered(OPTIMIZERS, ["AdamW, fused", "SGD, momentum", "Adagrad", "ASGD"]))
+def test_two_ranks_train_as_one_to_the_bit(name, zero):
+    torch.manual_seed(3)
+    module, steps = Odd(), [batches_of(step) for step in range(STEPS)]
+    module_map = map_of(module, steps[0][0])
+    plan = make_plan([max(1, len(module_map.blocks))], degrees=[RANKS], rows=ROWS, zero=zero)
+    assert stage_flats(plan, module_map, 0)
+    expected = train_reference(module, steps, OPTIMIZERS[name], math.inf)
+    ranks = [
+        train(copy.deepcopy(module), module_map, plan, steps, transport, optimize=OPTIMIZERS[name], max_norm=math.inf)
+        for transport in InMemoryWorld(RANKS).transports
+    ]
+    for found in (ranks := drive(ranks)):
+        for key, value in expected.parameters.items():
+            assert torch.equal(found.parameters[key], value), key
+    state, wanted = ranks[0].optimizer["state"], expected.optimizer["state"]
+    assert state.keys() == wanted.keys()
+    for number, entry in wanted.items():
+        assert state[number].keys() == entry.keys()
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(state[number][key]), torch.as_tensor(value)), (number, key)
