@@ -41,8 +41,8 @@ from lightning_mist.cost.inputs.candidates import StageCandidates, StageSlot, sl
 from lightning_mist.cost.inputs.regions import covered
 from lightning_mist.cost.plan_clock import step_times, terms_of
 from lightning_mist.cost.stage_model import StageCostModel, StageSeconds
+from lightning_mist.cost.time.communication import unit_seconds
 from lightning_mist.cost.time.overlap import concurrent_seconds, interference_of
-from lightning_mist.cost.time.zero_seconds import unit_seconds
 from lightning_mist.errors import MistError
 from lightning_mist.hardware import HardwareProfile
 from lightning_mist.model import trace_model
@@ -220,7 +220,7 @@ def _executed(model: StageCostModel, slot: StageSlot, stage: StageCandidates) ->
     low, high = covered(model.spec, stage.start_K, stage.end_K)
     inside = slice(int(low[0]), int(high[0]))
     forward = model.region_seconds(slot.rows).forward_R[inside]
-    given = unit_seconds(model.profile, model.memory(slot).holdings.table, degree, 1).unshard_R[inside]
+    given = unit_seconds(model.profile, model.memory(slot).holdings.table, degree, 1)[0][inside]
     interference = interference_of(model.profile, model.cluster)
     assert interference is not None
     none = np.zeros(1)

@@ -40,9 +40,9 @@ from lightning_mist.cost.time import (
     CopyStages,
     RegionSeconds,
     RegionSums,
+    RowSums,
     SeamEnd,
     StageSeconds,
-    UnitSeconds,
     channel_rows,
     computation_factor,
     context_seconds,
@@ -55,16 +55,16 @@ from lightning_mist.cost.time import (
     interference_of,
     of_cuts,
     overhead_seconds,
-    reduced_seconds,
     reductions,
     region_seconds,
     replicate_seconds,
     shard_nodes,
+    shared_seconds,
     split_seconds,
     stage_context_seconds,
     tied_seconds,
+    unit_loads,
     unit_seconds,
-    unsharding,
     update_seconds,
 )
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
@@ -87,7 +87,6 @@ class _Rank:
     memory: MemoryModel
     seconds: dict[float, RegionSeconds] = field(default_factory=dict)
     sums: dict[tuple[int, int], RegionSums] = field(default_factory=dict)
-    units: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict)
     beside: dict[tuple[float, int, int], Beside] = field(default_factory=dict)
     cuts: dict[Hashable, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
@@ -229,7 +228,11 @@ class StageCostModel(PlanCosts):
         compute = self.region_seconds(*slot.computed)
         memory, regions = self.memory(slot), StageRegions.of(self.spec, candidates)
         terms = self._sums(slot, compute).terms(regions)
-        units, (unshard_K, again_K, scatter_K) = self._shards(slot, candidates, compute, regions)
+        beside = self.beside(slot, compute)
+        none_K, place_K = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=np.int64)
+        unshard_K, again_K, scatter_K = none_K, none_K, none_K
+        if slot.shard_degree > 1 and candidates.zero_stage_K.max(initial=0) >= ZeroStage.GRADIENTS:
+            unshard_K, again_K, scatter_K = shared_seconds(beside, slot, regions, candidates.zero_stage_K)
         forward_ring_K, ring_K = self._ring(slot, compute, regions)
         backward_K = terms["backward_K"] + terms["recompute_K"]
         once = reductions(*self._machine, slot, candidates, memory.holdings.of(candidates), backward_K)
@@ -237,10 +240,9 @@ class StageCostModel(PlanCosts):
         passes = update_seconds(self._machine, self.spec, slot, candidates, memory.holdings)
         slower = computation_factor(self.spec, self.profile, "backward")
         terms["backward_K"] = terms["backward_K"] + slower * passes.pass_K
-        none_K, place_K = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=np.int64)
         across = shard_nodes(self.cluster, slot) > 1
         stages = CopyStages(
-            places=[CopyPlace(memory=memory, slot=slot, compute=compute, units=units, across_nodes=across)],
+            places=[CopyPlace(memory=memory, slot=slot, loads=beside.sums.loads, across_nodes=across)],
             place_K=place_K,
             candidates=candidates,
             update_K=passes.update_K,
@@ -295,17 +297,6 @@ class StageCostModel(PlanCosts):
         found = arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K
         return tuple(factor * item_K for item_K in found)
 
-    def _shards(
-        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds, regions: StageRegions
-    ) -> tuple[UnitSeconds | None, tuple[FloatArray, FloatArray, FloatArray]]:
-        """Communication of units; what unsharding, more stages behind, and reducing add to a microbatch."""
-        zero_K = candidates.zero_stage_K
-        if slot.shard_degree == 1 or zero_K.max(initial=0) < ZeroStage.GRADIENTS:
-            return None, (np.zeros(len(candidates)),) * 3
-        beside = self.beside(slot, compute)
-        found = *unsharding(beside, slot, regions, zero_K), reduced_seconds(beside, regions, zero_K)
-        return beside.units, found
-
     def _sums(self, slot: StageSlot, compute: RegionSeconds) -> RegionSums:
         rank, key = self._of(slot), (slot.rows, slot.context_parallel_degree)
         return _cached(rank.sums, key, lambda: RegionSums.of(compute, rank.memory.costs(slot.rows)))
@@ -316,12 +307,14 @@ class StageCostModel(PlanCosts):
         ranks = slot.shard_degree, shard_nodes(self.cluster, slot)
 
         def find() -> Beside:
+            unshard_R, reduce_FR = unit_seconds(self.profile, holdings.table, *ranks)
+            loads = unit_loads(compute, unshard_R, reduce_FR)
             return Beside(
-                compute=compute,
-                units=_cached(rank.units, ranks, lambda: unit_seconds(self.profile, holdings.table, *ranks)),
+                unshard_R=unshard_R,
+                reduce_FR=reduce_FR,
+                row_R=holdings.table.reduced_row_R,
                 is_one_unit=holdings.is_one_unit,
-                interference=interference_of(*self._machine),
-                across_nodes=ranks[1] > 1,
+                sums=RowSums(loads, interference_of(*self._machine), ranks[1] > 1),
             )
 
         return _cached(rank.beside, (slot.whole_rows, *ranks), find)

@@ -27,7 +27,7 @@ import sympy
 
 from lightning_mist.cost.inputs.arrays import ArrayRecord
 from lightning_mist.cost.inputs.candidates import StageCandidates
-from lightning_mist.cost.inputs.expressions import FloatArray, IntArray, compile_expressions
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray, compile_expressions
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import (
     MICROBATCH,
@@ -359,6 +359,11 @@ class StageRegions(ArrayRecord):
     def last_K(self) -> IntArray:
         """The last region of each stage."""
         return self.high_K - 1
+
+    def is_recomputed(self, region_K: IntArray) -> BoolArray:
+        """Whether a region of each stage is recomputed."""
+        is_inside_K: BoolArray = (region_K >= self.first_K) & (region_K < self.middle_K)
+        return is_inside_K
 
     def sums(self, prefix_R: FloatArray) -> FloatArray:
         """Sums over the regions of each stage, from :func:`~lightning_mist.cost.inputs.arrays.prefix_sums`."""

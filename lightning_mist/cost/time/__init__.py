@@ -12,9 +12,10 @@ from lightning_mist.cost.time.communication import (
     replicate_seconds,
     shard_nodes,
     tied_seconds,
+    unit_seconds,
 )
 from lightning_mist.cost.time.context_exchange import context_seconds, stage_context_seconds
-from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages
+from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages, unit_loads
 from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
 from lightning_mist.cost.time.operator_seconds import compute_dtype, compute_rate
 from lightning_mist.cost.time.optimizer_step import step_seconds_once, update_seconds
@@ -29,6 +30,7 @@ from lightning_mist.cost.time.overlap import (
     interference_of,
     weights_of_passes,
 )
+from lightning_mist.cost.time.pass_seconds import RowSums
 from lightning_mist.cost.time.region_times import (
     RegionSeconds,
     RegionSums,
@@ -44,10 +46,4 @@ from lightning_mist.cost.time.stage_seconds import (
     corrected_regions,
     corrected_terms,
 )
-from lightning_mist.cost.time.zero_seconds import (
-    Beside,
-    UnitSeconds,
-    reduced_seconds,
-    unit_seconds,
-    unsharding,
-)
+from lightning_mist.cost.time.zero_seconds import Beside, shared_seconds

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_mist.cost.inputs import FloatArray, OffloadCandidates, StageRegions
 from lightning_mist.cost.time.offload_loads import CopyStages, loads_of, ratios_of
 from lightning_mist.cost.time.overlap import CopyRates
-from lightning_mist.cost.time.pass_seconds import Passes
+from lightning_mist.cost.time.pass_seconds import Passes, PassKind
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import ends_together, speed_table
 from lightning_mist.plan import OffloadRatios
@@ -60,15 +60,13 @@ def channel_rows(stage: CopyStages, rates: CopyRates | None, interference: Inter
 
 def _told(passes: Passes, kind: ActionKind, *, edge: bool = False) -> tuple[float, ...]:
     """The rows of one pass of a single candidate; none if it does nothing but compute."""
-    how = {"copies": True, "edge": edge, "away": edge and kind is ActionKind.FORWARD}
-    front, behind = passes.ends(kind, **how)
+    one = PassKind(kind, copies=True, edge=edge, away=edge and kind is ActionKind.FORWARD)
+    front, behind = passes.ends(one)
     # One question about one list: rows of the list are all that there are.
-    load_HJ, waited_J = (values[..., passes.lists.row_JA[:, 0]] for values in passes.rows(kind, **how))
-    order = slice(None, None, -1 if kind is ActionKind.BACKWARD else 1)
+    load_HJ, waited_J = (values[..., passes.lists.row_JA[:, 0]] for values in passes.rows(one))
+    order = slice(None, None, one.step)
     before = [
-        _alone(channel, front[channel])
-        if channel is not Channel.COMPUTE
-        else passes.first_update(front[channel], copies=True)
+        _alone(channel, front[channel]) if channel is not Channel.COMPUTE else passes.first_update(one, front[channel])
         for channel in (Channel.TO_DEVICE, Channel.COMPUTE, Channel.NETWORK)
         if channel in front
     ]

@@ -15,6 +15,8 @@ each of them does with nodes of other parts, and how many devices such a node ha
 Array axes
     K  candidates
     B  cuts between layers
+    R  units, which are regions
+    F  first regions of stages, as far as they differ
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,7 +25,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray, StageCandidates, StageCrossing, StageSlot, covered
+from lightning_mist.cost.inputs import (
+    FloatArray,
+    ParameterTable,
+    StageCandidates,
+    StageCrossing,
+    StageSlot,
+    covered,
+)
 from lightning_mist.cost.memory import BUCKET_BYTES, HeldBytes, Holdings, MemoryModel
 from lightning_mist.cost.time.overlap import beyond_computing, interference_of
 from lightning_mist.cost.time.region_times import collective_seconds
@@ -137,6 +146,23 @@ def bucketed_seconds(
     profile, cluster = machine
     calls_K, nodes = np.maximum(messages, np.ceil(trained_K / BUCKET_BYTES)), shard_nodes(cluster, slot)
     return collective_seconds(profile, operation, slot.shard_degree, nodes, trained_K, calls_K)
+
+
+def unit_seconds(
+    profile: HardwareProfile, table: ParameterTable, degree: int, nodes: int
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds in which every unit's communication among the data-parallel ranks of its stage happens.
+
+    Returns:
+        Giving out its parameters, from their owners to all, with axis ``R``; and reducing the gradients that are
+        complete with it, from all to their owners, with axes ``FR``.
+    """
+    # Every owner sends what it owns of a unit as one message.
+    messages_R, reductions_FR = (np.minimum(degree, count) for count in (table.count_R, table.reductions_FR))
+    each = profile.overheads.unit_seconds * (degree > 1)
+    unshard_R = collective_seconds(profile, "broadcast", degree, nodes, table.used_R, messages_R)
+    reduce_FR = collective_seconds(profile, "reduce", degree, nodes, table.reduced_FR, reductions_FR)
+    return unshard_R + each * (table.used_R > 0), reduce_FR + each * (table.reduced_FR > 0)
 
 
 def replicate_seconds(

@@ -16,6 +16,7 @@ Array axes
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -34,7 +35,6 @@ from lightning_mist.cost.inputs import (
 from lightning_mist.cost.memory import MemoryModel, OffloadedBytes
 from lightning_mist.cost.time.overlap import CopyRates
 from lightning_mist.cost.time.region_times import RegionSeconds
-from lightning_mist.cost.time.zero_seconds import UnitSeconds
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
 
@@ -47,15 +47,13 @@ class CopyPlace:
     """A place in a pipeline, as far as copies depend on it.
 
     Attributes:
-        compute: Forward and backward of every region.
-        units: Communication of every unit among the ranks that shard; ``None`` if nothing is sharded.
-        across_nodes: Whether these ranks are in several nodes.
+        loads: What units compute and communicate there, as of :func:`unit_loads`.
+        across_nodes: Whether the ranks that shard are in several nodes.
     """
 
     memory: MemoryModel
     slot: StageSlot
-    compute: RegionSeconds
-    units: UnitSeconds | None
+    loads: "Loads"
     across_nodes: bool
 
 
@@ -94,7 +92,7 @@ class CopyStages(ArrayRecord):
         return cls.joined(placed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Loads:
     """Seconds of every unit by question, padded; what a unit does not have is 0.
 
@@ -148,6 +146,42 @@ class Loads:
     def width(self) -> int:
         """Number of units, those that are made up included."""
         return int(self.seconds_WQR.shape[2])
+
+    def has(self, name: str) -> bool:
+        """Whether any unit has a load."""
+        return not self._there.isdisjoint({name, name.replace("kept", "saved"), name.replace("kept", "checkpoint")})
+
+    @cached_property
+    def _there(self) -> set[str]:
+        return {name for name, place in self.places.items() if self.seconds_WQR[place].any()}
+
+    def at(self, name: str, place_X: IntArray, again_X: BoolArray) -> FloatArray:
+        """One load at flat places of questions and units; of what is kept that of a layer that is recomputed or not."""
+        if "kept" not in name:
+            return self[name].reshape(-1).take(place_X)
+        saved_X, checkpoint_X = (
+            self.at(name.replace("kept", kind), place_X, again_X) for kind in ("saved", "checkpoint")
+        )
+        return np.where(again_X, checkpoint_X, saved_X)
+
+
+def unit_loads(compute: RegionSeconds, unshard_R: FloatArray, reduce_FR: FloatArray) -> Loads:
+    """What units compute and communicate, beside which nothing is copied.
+
+    Questions are first those of ranks that share nothing in a microbatch, then of ones that share gradients, then of
+    ones that share parameters too; each by the row of ``reduce_FR``.
+    """
+    rows, width = reduce_FR.shape
+    shares_Q, gives_Q = (np.repeat(levels, rows)[:, None].astype(np.float64) for levels in ([0, 1, 1], [0, 0, 1]))
+    computed = {"forward": compute.forward_R, "backward": compute.backward_R, "again": compute.recompute_R}
+    shared = {"unshard": gives_Q * unshard_R, "scatter": shares_Q * np.tile(reduce_FR, (3, 1))}
+    return Loads.of({**computed, **shared}, (3 * rows, width), np.zeros(3 * rows))
+
+
+def unit_question(zero_stage_K: IntArray, row_K: IntArray, rows: int) -> IntArray:
+    """Which question of :func:`unit_loads` candidates ask, by the rows of reductions that there are."""
+    question_K: IntArray = np.maximum(zero_stage_K - ZeroStage.OPTIMIZER, 0) * rows + row_K
+    return question_K
 
 
 def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
@@ -217,16 +251,14 @@ class _Questions:
             moved[name][:, -2] = moved[f"last_{name}"][:, -2]
         # The first microbatch of a batch has no gradients to fetch.
         accumulates_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
-        computes = [place.compute for place in self.places]
-        unshard_QR, reduce_QR = self._communicated(len(is_layer_R))
+        rows_G = np.array([len(place.loads) // 3 for place in self.places])
+        first_G, zero_stage_Q = 3 * (np.cumsum(rows_G) - rows_G), zero_Q.astype(np.int64)
+        units_Q = first_G[self.place_Q] + unit_question(zero_stage_Q, self.row_Q, rows_G[self.place_Q])
+        units_WQR = np.concatenate([place.loads.seconds_WQR for place in self.places], axis=1)[:, units_Q]
         to_device, to_host = self.rates.to_device, self.rates.to_host
         found = {
-            "forward": np.stack([item.forward_R for item in computes])[self.place_Q],
-            "backward": np.stack([item.backward_R for item in computes])[self.place_Q],
-            "again": np.stack([item.recompute_R for item in computes])[self.place_Q],
+            **dict(zip(self.places[0].loads.places, units_WQR[:, :, BEFORE:-BEHIND], strict=True)),
             "update": update_Q * trained_QR,
-            "unshard": (zero_Q >= ZeroStage.PARAMETERS)[:, None] * unshard_QR,
-            "scatter": (zero_Q >= ZeroStage.GRADIENTS)[:, None] * reduce_QR,
             "reduce": reduce_Q * trained_QR,
             "gather": gather_Q * trained_QR,
             "parameters_in": part_Q * offloaded_QR / to_device,
@@ -240,19 +272,6 @@ class _Questions:
             found |= {f"{name}_in": moved_QR / to_device, f"{name}_out": moved_QR / to_host}
         ranks_Q = np.array([place.slot.shard_degree for place in self.places])[self.place_Q]
         return Loads.of(found, trained_QR.shape, ((zero_Q >= ZeroStage.PARAMETERS) & (ranks_Q > 1)).astype(np.float64))
-
-    def _communicated(self, width: int) -> tuple[FloatArray, FloatArray]:
-        """Giving out parameters, and reducing gradients, of every unit."""
-        units = [place.units for place in self.places]
-        if not any(units):
-            return np.zeros((1, width)), np.zeros((1, width))
-        rows = max(len(item.reduce_FR) for item in units if item is not None)
-        unshard_GR, reduce_GFR = np.zeros((len(units), width)), np.zeros((len(units), rows, width))
-        for index, item in enumerate(units):
-            if item is not None:
-                unshard_GR[index] = item.unshard_R
-                reduce_GFR[index, : len(item.reduce_FR)] = item.reduce_FR
-        return unshard_GR[self.place_Q], reduce_GFR[self.place_Q, self.row_Q]
 
     def _offloaded(self, ratio_Q: FloatArray, of: OffloadedBytes) -> FloatArray:
         """Offloaded bytes of every unit, where every unit fetches what it uses; axes ``Q``, ``R``."""

@@ -21,14 +21,14 @@ Array axes
     K  candidates
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, StageRegions
 from lightning_mist.cost.time.offload_loads import CopyStages, loads_of, ratios_of
 from lightning_mist.cost.time.overlap import CopyRates
-from lightning_mist.cost.time.pass_seconds import Passes
+from lightning_mist.cost.time.pass_seconds import Passes, PassKind
 from lightning_mist.hardware import Interference
 from lightning_mist.schedule import ActionKind
 
@@ -88,29 +88,27 @@ def _copy_seconds(
 
     regions = StageRegions.of(stages.places[0].memory.spec, candidates)
     passes = Passes(loads, question_K, regions, interference, across_nodes)
-    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
-    forward_K, backward_K = passes.seconds(forward, copies=False), passes.seconds(backward, copies=False)
-    moving_backward_K = passes.seconds(backward, copies=True)
-    forward_copies_K = np.maximum(passes.seconds(forward, copies=True) - forward_K, 0.0)
+    forward, backward = PassKind(ActionKind.FORWARD), PassKind(ActionKind.BACKWARD)
+    moving_forward, moving_backward = replace(forward, copies=True), replace(backward, copies=True)
+    backward_K, moving_backward_K = passes.seconds(backward), passes.seconds(moving_backward)
+    forward_copies_K = np.maximum(passes.seconds(moving_forward) - passes.seconds(forward), 0.0)
     # A batch begins with no unit there, whatever is copied.
-    begun_K = passes.seconds(forward, copies=False, away=True)
-    first_K = np.where(is_deferred_K, passes.seconds(forward, copies=False, edge=True, away=True), begun_K)
+    begun_K = passes.seconds(replace(forward, away=True))
+    first_K = np.where(is_deferred_K, passes.seconds(replace(forward, edge=True, away=True)), begun_K)
     update_K = stages.update_K * offload.is_updated_by_units_K
     gather_K = np.maximum(first_K - begun_K - update_K, 0.0)
-    update_copies_K = passes.seconds(forward, copies=True, edge=True, away=True) - begun_K - forward_copies_K
+    update_copies_K = passes.seconds(replace(moving_forward, edge=True, away=True)) - begun_K - forward_copies_K
     update_copies_K -= update_K + gather_K
     is_eager_K = offload.is_updated_by_units_K & ~is_deferred_K
     if is_eager_K.any():
-        update_copies_K = np.where(
-            is_eager_K, passes.seconds(ActionKind.UPDATE, copies=True, edge=True) - update_K, update_copies_K
-        )
+        eager_K = passes.seconds(PassKind(ActionKind.UPDATE, copies=True, edge=True)) - update_K
+        update_copies_K = np.where(is_eager_K, eager_K, update_copies_K)
+    reduce_K = passes.seconds(replace(moving_backward, edge=True)) - moving_backward_K
     return CopySeconds(
         copies_K=forward_copies_K + np.maximum(moving_backward_K - backward_K, 0.0),
         forward_copies_K=forward_copies_K,
         update_copies_K=np.maximum(update_copies_K, 0.0),
         gather_K=gather_K,
-        reduce_K=passes.seconds(backward, copies=True, edge=True)
-        - moving_backward_K
-        - (passes.seconds(backward, copies=False, edge=True) - backward_K),
+        reduce_K=reduce_K - (passes.seconds(replace(backward, edge=True)) - backward_K),
         is_deferred_K=is_deferred_K,
     )

@@ -6,6 +6,8 @@ takes what its rows take one after another. So it is a list of (row, how many un
     seconds = sum_j count[j, line] * seconds[question, row[j, line]]
 
 where the list depends on the layers of a stage alone (its *line*), and what a row takes on its loads (its *question*).
+Where questions are few the rows of all units are timed once and kept with their sums (:class:`RowSums`): units that
+follow each other and lie alike in their stages take a difference of two sums, be they alike or not.
 
 In front of the first unit and behind the last nothing is computed to hide behind: what stands there in the table takes
 its own seconds, but for an update, beside which the next unit's state comes.
@@ -16,6 +18,7 @@ Array axes
     J  places in their lists of rows
     I  distinct rows of all lists
     Q  questions
+    B  ways in which rows without copies lie in their stages
     U  rows of questions, as far as they occur
     H  channels
     R  units
@@ -26,12 +29,59 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, StageRegions, distinct_codes, runs_between
+from lightning_mist.cost.inputs import (
+    FloatArray,
+    IntArray,
+    StageRegions,
+    distinct_codes,
+    prefix_sums,
+    runs_between,
+)
 from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND, Loads
 from lightning_mist.cost.time.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.hardware import Interference
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.stage_program import TABLES, Channel, Load, When
+
+BELOW, ABOVE, AGAIN = 1, 2, 4
+BETWEEN = BELOW | ABOVE
+_INSIDE, _AGAIN = {-1: BELOW, 0: 0, 1: ABOVE, 2: 8}, {0: AGAIN, -1: 16}
+"""How rows lie in their stages, as bits: whether these have the unit so far behind, and whether it is recomputed."""
+
+_LIES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """One pass of a stage.
+
+    Attributes:
+        copies: With copies, or as if there were none.
+        edge: The first or last of a batch, or another.
+        away: Whether its two outermost units are not there yet, but are given out in it.
+    """
+
+    kind: ActionKind
+    copies: bool = False
+    edge: bool = False
+    away: bool = False
+
+    @property
+    def step(self) -> int:
+        """How far behind a unit the next one is, in the order of forward."""
+        return -1 if self.kind is ActionKind.BACKWARD else 1
+
+    def loads(self, loads: Loads) -> Iterator[tuple[Load, int]]:
+        """What units have to do, and beside which, counted in the order of the pass."""
+        for entry in TABLES[self.kind]:
+            for load in entry.loads:
+                is_now = load.when is not (When.MIDDLE if self.edge else When.EDGE)
+                if is_now and (self.copies or load.channel < Channel.TO_DEVICE) and loads.has(load.name):
+                    yield load, entry.offset - load.counts
+
+    def stays(self, load: Load) -> bool:
+        """Whether the two outermost units are there without it."""
+        return load.is_resident or (load.name == "unshard" and not self.away)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +93,14 @@ class RowLists:
         row_JA: Rows of lists, in the order of forward.
         count_JA: How many units in a row have one like it; 0 where a list has come to its end.
         unit_I: A unit that each row is about.
-        inside_I: By how far another unit is behind that one, whether the stage has it.
-        again_I: The same, whether it is recomputed.
+        bits_I: How it lies in its stage.
     """
 
     line_K: IntArray
     row_JA: IntArray
     count_JA: FloatArray
     unit_I: IntArray
-    inside_I: dict[int, BoolArray]
-    again_I: dict[int, BoolArray]
+    bits_I: IntArray
 
     @classmethod
     def of(cls, loads: Loads, regions: StageRegions) -> "RowLists":
@@ -67,26 +115,16 @@ class RowLists:
         # Rows are alike between places where units change, or what lies around them.
         near = [low_A + 1, high_A - 2, high_A - 1, first_A, first_A + 1, middle_A, middle_A + 1]
         unit_JA, count_JA = runs_between(low_A, high_A, near, changes.tolist())
-        flags = (
-            unit_JA > low_A,
-            unit_JA < high_A - 1,
-            unit_JA < high_A - 2,
-            (unit_JA >= first_A) & (unit_JA < middle_A),
-            (unit_JA > first_A) & (unit_JA <= middle_A),
-        )
-        bit_F = 1 << np.arange(len(flags))
-        code_JA = like_R[unit_JA] << len(flags)
-        for bit, flag_JA in zip(bit_F, flags, strict=True):
-            code_JA += bit * flag_JA
-        code_I, row_X = distinct_codes(code_JA.reshape(-1), len(like_R) << len(flags))
-        below_I, above_I, second_I, again_I, again_below_I = (code_I & bit_F[:, None]) > 0
+        bits_JA = BELOW * (unit_JA > low_A) + ABOVE * (unit_JA < high_A - 1) + _INSIDE[2] * (unit_JA < high_A - 2)
+        for behind, bit in _AGAIN.items():
+            bits_JA += bit * ((unit_JA + behind >= first_A) & (unit_JA + behind < middle_A))
+        code_I, row_X = distinct_codes((like_R[unit_JA] * _LIES + bits_JA).reshape(-1), len(like_R) * _LIES)
         return cls(
             line_K=line_K,
-            row_JA=row_X.reshape(code_JA.shape),
+            row_JA=row_X.reshape(unit_JA.shape),
             count_JA=count_JA.astype(np.float64),
-            unit_I=code_I >> len(flags),
-            inside_I={-1: below_I, 0: np.ones_like(below_I), 1: above_I, 2: second_I},
-            again_I={-1: again_below_I, 0: again_I},
+            unit_I=code_I // _LIES,
+            bits_I=code_I % _LIES,
         )
 
 
@@ -104,7 +142,62 @@ def _alike(loads: Loads) -> tuple[IntArray, IntArray]:
     return like_R, np.flatnonzero(np.diff(like_R)) + 1
 
 
-class Passes:
+def row_loads(
+    loads: Loads, one: PassKind, question_U: IntArray, unit_U: IntArray, bits_U: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """What rows of a pass have to do; axes ``H`` and ``U``; and for what computing waits before each.
+
+    Args:
+        bits_U: How they lie in their stages.
+    """
+    place_U = question_U * loads.width + unit_U + BEFORE
+    load_HU, waited_U = np.zeros((len(Channel), len(place_U))), np.zeros(len(place_U))
+    for load, offset in one.loads(loads):
+        unit = one.step * offset
+        bits = AGAIN if load.name == "again" else _INSIDE[unit]
+        if one.stays(load):
+            bits |= _INSIDE[-one.step]
+        if load.counts < 0:  # nobody waits for what leaves behind the last computation
+            bits |= _INSIDE[one.step]
+        value_U = loads.at(load.name, place_U + unit, (bits_U & _AGAIN.get(unit, 0)) > 0) * ((bits_U & bits) == bits)
+        if load.is_waited:
+            now_U = value_U * loads.waits_Q[question_U]
+            value_U, waited_U = value_U - now_U, waited_U + now_U
+        load_HU[load.channel] += value_U
+    return load_HU, waited_U
+
+
+class _Stages:
+    """Candidates, and which row of some loads each has."""
+
+    def __init__(self, loads: Loads, question_K: IntArray, regions: StageRegions) -> None:
+        self.loads, self.question_K, self.regions = loads, question_K, regions
+
+    def ends(self, one: PassKind) -> tuple[dict[Channel, FloatArray], dict[Channel, FloatArray]]:
+        """What stands in front of the first unit of a pass, and behind its last, by what it keeps busy; axis ``K``."""
+        front, behind = dict[Channel, FloatArray](), dict[Channel, FloatArray]()
+        low_K, high_K = self.regions.low_K, self.regions.last_K
+        first_K, last_K = (low_K, high_K)[:: one.step]
+        for load, offset in one.loads(self.loads):
+            if offset != 0 and not (offset > 0 and one.stays(load)):
+                found, unit_K = (front, first_K) if offset > 0 else (behind, last_K)
+                found[load.channel] = found.get(load.channel, 0.0) + self.of_unit(load.name, unit_K)
+        if one.kind is ActionKind.UPDATE:
+            # The next batch begins with the parameters of the first two units, of which the second one's may hide.
+            next_K = np.minimum(low_K + 1, high_K)
+            second_K = self.of_unit("parameters_in", next_K) * (next_K > low_K)
+            second_K = np.maximum(second_K - self.of_unit("forward", low_K), 0.0)
+            behind[Channel.TO_DEVICE] = self.of_unit("parameters_in", low_K) + second_K
+        return front, behind
+
+    def of_unit(self, name: str, unit_K: IntArray) -> FloatArray:
+        """One load of a unit of every candidate; where that is the last layer what it keeps without what it sends."""
+        last = "last_" * name.startswith("kept")
+        place_K = self.question_K * self.loads.width + unit_K + BEFORE
+        return self.loads.at(last + name, place_K, self.regions.is_recomputed(unit_K))
+
+
+class Passes(_Stages):
     """Seconds of passes through the units of candidates.
 
     Args:
@@ -121,7 +214,7 @@ class Passes:
         interference: Interference | None,
         across_nodes: bool,
     ) -> None:
-        self.loads, self.question_K, self.regions = loads, question_K, regions
+        super().__init__(loads, question_K, regions)
         self.interference, self.across_nodes = interference, across_nodes
         lists = self.lists = RowLists.of(loads, regions)
         # Which rows of which questions every candidate has, and which of all occur.
@@ -129,120 +222,104 @@ class Passes:
         place_JK = self.question_K * rows + lists.row_JA[:, lists.line_K]
         self._place_U, self._which_JK = distinct_codes(place_JK.reshape(-1), rows * len(loads))
         self._which_JK, self._count_JK = self._which_JK.reshape(place_JK.shape), lists.count_JA[:, lists.line_K]
-        any_W = np.atleast_1d(np.any(loads.seconds_WQR, axis=(1, 2)))
-        self._there = {name for name, place in loads.places.items() if any_W[place]}
 
-    def seconds(self, kind: ActionKind, *, copies: bool, edge: bool = False, away: bool = False) -> FloatArray:
-        """Seconds of one pass.
-
-        Args:
-            copies: With copies, or as if there were none.
-            edge: The first or last of a batch, or another.
-            away: Whether its two outermost units are not there yet, but are given out in it.
-        """
-        load_HU, waited_U = self.rows(kind, copies=copies, edge=edge, away=away)
-        second_U = self._together(load_HU, copies=copies) + waited_U
+    def seconds(self, one: PassKind) -> FloatArray:
+        """Seconds of one pass."""
+        load_HU, waited_U = self.rows(one)
+        second_U = self._together(one, load_HU) + waited_U
         total_K: FloatArray = np.einsum("jk,jk->k", self._count_JK, second_U.take(self._which_JK))
-        front, behind = self.ends(kind, copies=copies, edge=edge, away=away)
+        front, behind = self.ends(one)
         if Channel.COMPUTE in front:
-            total_K += self._together(self.first_update(front.pop(Channel.COMPUTE), copies=copies), copies=copies)
+            total_K += self._together(one, self.first_update(one, front.pop(Channel.COMPUTE)))
         for value_K in (*front.values(), *behind.values()):
             total_K += value_K
         return total_K
 
-    def rows(self, kind: ActionKind, *, copies: bool, edge: bool, away: bool) -> tuple[FloatArray, FloatArray]:
-        """What every row of a pass has to do; axes ``H`` and ``U``; and for what computing waits before it.
+    def rows(self, one: PassKind) -> tuple[FloatArray, FloatArray]:
+        """As :func:`row_loads`, of all rows that occur."""
+        question_U, row_U = np.divmod(self._place_U, len(self.lists.unit_I))
+        return row_loads(self.loads, one, question_U, self.lists.unit_I[row_U], self.lists.bits_I[row_U])
 
-        Args:
-            away: Whether its two outermost units are not there yet, but are given out in it.
-        """
-        lists, step = self.lists, _step(kind)
-        question_U, row_U = self._place_U // len(lists.unit_I), self._place_U % len(lists.unit_I)
-        place_U = question_U * self.loads.width + lists.unit_I[row_U] + BEFORE
-        load_HU, waited_U = np.zeros((len(Channel), len(place_U))), np.zeros(len(place_U))
-        for load, offset in self._loads(kind, copies=copies, edge=edge):
-            unit = step * offset
-            there_I = lists.inside_I[unit]
-            if _stays(load, away=away):
-                there_I = there_I & lists.inside_I[-step]
-            if load.counts < 0:  # nobody waits for what leaves behind the last computation
-                there_I = there_I & lists.inside_I[step]
-            if load.name == "again":
-                there_I = lists.again_I[0]
-            value_U = self._at(load.name, place_U + unit, lists.again_I.get(unit, there_I)[row_U]) * there_I[row_U]
-            if load.is_waited:
-                now_U = value_U * self.loads.waits_Q[question_U]
-                value_U, waited_U = value_U - now_U, waited_U + now_U
-            load_HU[load.channel] += value_U
-        return load_HU, waited_U
-
-    def ends(
-        self, kind: ActionKind, *, copies: bool, edge: bool, away: bool
-    ) -> tuple[dict[Channel, FloatArray], dict[Channel, FloatArray]]:
-        """What stands in front of the first unit of a pass, and behind its last, by what it keeps busy; axis ``K``."""
-        front, behind = dict[Channel, FloatArray](), dict[Channel, FloatArray]()
-        first_K, last_K = (self.regions.low_K, self.regions.last_K)[:: _step(kind)]
-        for load, offset in self._loads(kind, copies=copies, edge=edge):
-            if offset != 0 and not (offset > 0 and _stays(load, away=away)):
-                found, unit_K = (front, first_K) if offset > 0 else (behind, last_K)
-                found[load.channel] = found.get(load.channel, 0.0) + self.of_unit(load.name, unit_K)
-        if kind is ActionKind.UPDATE:
-            # The next batch begins with the parameters of the first two units, of which the second one's may hide.
-            low_K, next_K = first_K, np.minimum(first_K + 1, last_K)
-            second_K = self.of_unit("parameters_in", next_K) * (next_K > low_K)
-            second_K = np.maximum(second_K - self.of_unit("forward", low_K), 0.0)
-            behind[Channel.TO_DEVICE] = self.of_unit("parameters_in", low_K) + second_K
-        return front, behind
-
-    def first_update(self, update_K: FloatArray, *, copies: bool) -> FloatArray:
+    def first_update(self, one: PassKind, update_K: FloatArray) -> FloatArray:
         """The update of the first unit of all, beside which comes what the second one needs; axes ``H`` and ``K``."""
         load_HK = np.zeros((len(Channel), len(update_K)))
         load_HK[Channel.COMPUTE] = update_K
-        if copies:
+        if one.copies:
             is_there_K = self.regions.last_K > self.regions.low_K
             load_HK[Channel.TO_DEVICE] = self.of_unit("state_in", self.regions.low_K + 1) * is_there_K
         return load_HK
 
-    def of_unit(self, name: str, unit_K: IntArray) -> FloatArray:
-        """One load of a unit of every candidate; where that is the last layer what it keeps without what it sends."""
-        again_K = (unit_K >= self.regions.first_K) & (unit_K < self.regions.middle_K)
-        last = "last_" * name.startswith("kept")
-        return self._at(last + name, self.question_K * self.loads.width + unit_K + BEFORE, again_K)
-
-    def _together(self, load_HX: FloatArray, *, copies: bool) -> FloatArray:
+    def _together(self, one: PassKind, load_HX: FloatArray) -> FloatArray:
         """Seconds of loads that start together."""
         compute_X, network_X, down_X, up_X = load_HX
-        if copies:
+        if one.copies:
             return concurrent_seconds(compute_X, network_X, down_X, up_X, self.interference, self.across_nodes)
         both_X: FloatArray = compute_X + beyond_computing(compute_X, network_X, self.interference, self.across_nodes)
         return both_X
 
-    def _loads(self, kind: ActionKind, *, copies: bool, edge: bool) -> Iterator[tuple[Load, int]]:
-        """What units have to do in a pass, and beside which, counted in the order of the pass."""
-        for entry in TABLES[kind]:
-            for load in entry.loads:
-                is_now = load.when is not (When.MIDDLE if edge else When.EDGE)
-                if is_now and (copies or load.channel < Channel.TO_DEVICE) and self._is_any(load.name):
-                    yield load, entry.offset - load.counts
 
-    def _is_any(self, name: str) -> bool:
-        return not self._there.isdisjoint({name, name.replace("kept", "saved"), name.replace("kept", "checkpoint")})
+class RowSums:
+    """What rows without copies take beyond computing, where questions are few; keeps their sums.
 
-    def _at(self, name: str, place_X: IntArray, again_X: BoolArray) -> FloatArray:
-        """One load at flat places of questions and units; of what is kept that of a layer that is recomputed or not."""
-        if "kept" not in name:
-            return self.loads[name].reshape(-1).take(place_X)
-        saved_X, checkpoint_X = (
-            self._at(name.replace("kept", kind), place_X, again_X) for kind in ("saved", "checkpoint")
-        )
-        return np.where(again_X, checkpoint_X, saved_X)
+    Arguments as for :class:`Passes`.
+    """
+
+    def __init__(self, loads: Loads, interference: Interference | None, across_nodes: bool) -> None:
+        self.loads, self.interference, self.across_nodes = loads, interference, across_nodes
+        self._kept: dict[PassKind, FloatArray] = {}
+
+    def of(self, one: PassKind) -> FloatArray:
+        """Sums over the units below each, by how its row lies; axes ``QBR``."""
+        if one not in self._kept:
+            shape = len(self.loads), 2 * AGAIN, self.loads.width - BEFORE - BEHIND
+            question_U, bits_U, unit_U = np.indices(shape).reshape(3, -1)
+            (compute_U, network_U, *_), _ = row_loads(self.loads, one, question_U, unit_U, bits_U)
+            self._kept[one] = prefix_sums(self.beyond(compute_U, network_U).reshape(shape))
+        return self._kept[one]
+
+    def beyond(self, compute_X: FloatArray, network_X: FloatArray) -> FloatArray:
+        """What communication takes beyond the computation beside it."""
+        return beyond_computing(compute_X, network_X, self.interference, self.across_nodes)
 
 
-def _step(kind: ActionKind) -> int:
-    """How far behind a unit the next one of a pass is, in the order of forward."""
-    return -1 if kind is ActionKind.BACKWARD else 1
+class SummedPasses(_Stages):
+    """What passes without copies take beyond computing, by sums of rows."""
 
+    def __init__(self, sums: RowSums, question_K: IntArray, regions: StageRegions) -> None:
+        super().__init__(sums.loads, question_K, regions)
+        self.sums, low_K, last_K = sums, regions.low_K, regions.last_K
+        inner_K, outer_K = low_K + 1, np.maximum(last_K, low_K + 1)
+        again_K = [np.clip(unit_K, inner_K, outer_K) for unit_K in (regions.first_K, regions.middle_K)]
+        mark_JK = np.stack([low_K, inner_K, *again_K, outer_K, last_K + 1])
+        bits_JK = np.full((len(mark_JK) - 1, len(low_K)), BETWEEN)
+        bits_JK[2] |= AGAIN
+        bits_JK[0], bits_JK[-1] = self._bits(low_K), self._bits(last_K)
+        place_JK = (question_K * 2 * AGAIN + bits_JK) * (sums.loads.width - BEFORE - BEHIND + 1)
+        self._begin_JK, self._end_JK = place_JK + mark_JK[:-1], place_JK + mark_JK[1:]
 
-def _stays(load: Load, *, away: bool) -> bool:
-    """Whether the two outermost units of a pass are there without it."""
-    return load.is_resident or (load.name == "unshard" and not away)
+    def beyond(self, one: PassKind) -> FloatArray:
+        """Seconds of a pass beyond computing."""
+        sums_QBR = self.sums.of(one)
+        total_K: FloatArray = (sums_QBR.take(self._end_JK) - sums_QBR.take(self._begin_JK)).sum(axis=0)
+        return total_K + sum(value_K for found in self.ends(one) for value_K in found.values())
+
+    def restarted(self, kind: ActionKind, here_K: FloatArray, away_K: FloatArray) -> FloatArray:
+        """What a pass takes more that follows one like it: the two outermost units are given out once more.
+
+        The first of them is beside the last row of the pass before.
+
+        Args:
+            here_K: Seconds of a pass beyond computing that finds them, and ``away_K`` of one that does not.
+        """
+        one = PassKind(kind)
+        first_K, last_K = (self.regions.low_K, self.regions.last_K)[:: one.step]
+        load_HK, _ = row_loads(self.loads, one, self.question_K, last_K, self._bits(last_K))
+        compute_K, alone_K = load_HK[Channel.COMPUTE], load_HK[Channel.NETWORK]
+        unshard_K = self.of_unit("unshard", first_K)
+        beside_K = self.sums.beyond(compute_K, alone_K + unshard_K) - self.sums.beyond(compute_K, alone_K)
+        return away_K - here_K - unshard_K + beside_K
+
+    def _bits(self, unit_K: IntArray) -> IntArray:
+        """How the rows of a unit of each stage lie."""
+        bits_K: IntArray = BELOW * (unit_K > self.regions.low_K) + ABOVE * (unit_K < self.regions.last_K)
+        return bits_K + AGAIN * self.regions.is_recomputed(unit_K)

@@ -447,13 +447,12 @@ class _Arranged:
         outer, exposed_XK = 0.0, np.zeros((len(POSITIONS), len(self.layers_K)))
         if self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS:
             beside = self.model.beside(self.slot, self.compute)
-            units = beside.units
-            scatter_K = of_layers(units.reduce_FR.min(axis=0))[self.layers_K] * self.corrected
+            scatter_K = of_layers(beside.reduce_FR.min(axis=0))[self.layers_K] * self.corrected
             # Where all parameters are one unit they are unsharded once per batch.
             is_unsharded = zero_stage >= ZeroStage.PARAMETERS and not beside.is_one_unit
             if is_unsharded:
-                unshard_K = of_layers(units.unshard_R)[self.layers_K] * self.corrected
-                outer = OUTERMOST * float(units.unshard_R.max())
+                unshard_K = of_layers(beside.unshard_R)[self.layers_K] * self.corrected
+                outer = OUTERMOST * float(beside.unshard_R.max())
             exposed_XK = self._exposed(beside, is_unsharded=is_unsharded) * self.corrected
         return {
             "forward_network_R": unshard_K,
@@ -468,10 +467,7 @@ class _Arranged:
         Behind the first unit's backward nothing hides its reduction. Beside the backward of any but the last unit that
         above is reduced; beside that of any but the outermost two the one below is unsharded too.
         """
-        units = beside.units
-        plain_R, again_R = np.min(
-            [beside.sums_of(row).of_units(is_unsharded=is_unsharded) for row in range(len(units.reduce_FR))], axis=0
-        )
+        plain_R, again_R = beside.between(is_unsharded=is_unsharded)
         # Those next to the head or the tail are never between two layers; without any there is none in between.
         plain, again = (
             float(np.min(values_R[1 + is_unsharded : -2])) if len(values_R) > 3 + is_unsharded else 0.0
@@ -480,7 +476,7 @@ class _Arranged:
         between_K = np.maximum(self.layers_K - 1 - is_unsharded, 0)
         again_K = np.minimum(self.recomputed_K, between_K)
         inside_K = (between_K - again_K) * plain + again_K * again
-        lowest_R = units.reduce_FR.min(axis=0)
+        lowest_R = beside.reduce_FR.min(axis=0)
         lowest = float(lowest_R[1:-1].min(initial=np.inf))
         exposed_XK: FloatArray = np.array([float(lowest_R[0]), lowest, lowest])[:, None] + inside_K
         return exposed_XK

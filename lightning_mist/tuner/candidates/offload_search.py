@@ -303,8 +303,8 @@ def _found_unsharded(model: StageCostModel, slot: StageSlot, candidates: StageCa
     shards_B, holdings = candidates.zero_stage_K >= ZeroStage.PARAMETERS, model.memory(slot).holdings
     if slot.shard_degree == 1 or not shards_B.any():
         return np.zeros(len(candidates))
-    units = unit_seconds(model.profile, holdings.table, slot.shard_degree, shard_nodes(model.cluster, slot))
-    return np.where(shards_B, np.inf if holdings.is_one_unit else OUTERMOST * units.unshard_R.max(), 0.0)
+    unshard_R, _ = unit_seconds(model.profile, holdings.table, slot.shard_degree, shard_nodes(model.cluster, slot))
+    return np.where(shards_B, np.inf if holdings.is_one_unit else OUTERMOST * unshard_R.max(), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,8 +152,8 @@ def _reduced_seconds(stages: IntraStage, plan: Plan) -> float:
     if first.zero_stage < ZeroStage.GRADIENTS or Shape.of(first).shard or not isinstance(model, StageCostModel):
         return 0.0
     slot = stages.slot(0, plan.num_stages, plan.num_microbatches, Shape.of(first))
-    units = model.beside(slot, model.region_seconds(*slot.computed)).units
-    mean = float(units.reduce_FR.min(axis=0).sum()) / plan.num_stages
+    beside = model.beside(slot, model.region_seconds(*slot.computed))
+    mean = float(beside.reduce_FR.min(axis=0).sum()) / plan.num_stages
     # The first microbatch finds no gradients to add to: its backward is left out.
     return (plan.num_microbatches - 1) * mean * least_correction(model)
 

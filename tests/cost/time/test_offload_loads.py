@@ -14,8 +14,8 @@ RATES = CopyRates(to_device=1e8, to_host=2e8)
 
 def loads(stages, net):
     model, none_K = StageCostModel(net, machine(), cluster(1)), np.zeros(len(stages))
-    compute = model.region_seconds(4)
-    place = CopyPlace(memory=model.memory(slot()), slot=slot(), compute=compute, units=None, across_nodes=False)
+    units = model.beside(slot(), model.region_seconds(4)).sums.loads
+    place = CopyPlace(memory=model.memory(slot()), slot=slot(), loads=units, across_nodes=False)
     place_K = np.zeros(len(stages), dtype=int)
     every = CopyStages(
         places=[place], place_K=place_K, candidates=stages, update_K=none_K, reduce_K=none_K, gather_K=none_K

@@ -1,5 +1,6 @@
 """Passes of many stages at once; that each of them is its rows one after another, test_offload_seconds shows."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_mist.cost.inputs.regions import StageRegions
 from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND, Loads
 from lightning_mist.cost.time.overlap import FREE
-from lightning_mist.cost.time.pass_seconds import Passes, RowLists
+from lightning_mist.cost.time.pass_seconds import Passes, PassKind, RowLists
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import CHANNELS, COEFFICIENTS, seconds_together, speed_table
 from lightning_mist.schedule import Action, ActionKind
@@ -49,13 +50,14 @@ def test_without_copies_passes_are_what_is_computed(checkpointed):
     found, rows = loads_of_candidates(some, ALTERNATING)
     passes = Passes(found, rows, StageRegions.of(ALTERNATING, some), FREE, False)
     again = found["forward"][0, BEFORE + 1 : BEFORE + 1 + checkpointed].sum()
-    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
-    assert passes.seconds(forward, copies=False) == pytest.approx(found["forward"].sum())
-    assert passes.seconds(backward, copies=False) == pytest.approx(found["backward"].sum() + again)
+    forward, backward = PassKind(ActionKind.FORWARD), PassKind(ActionKind.BACKWARD)
+    assert passes.seconds(forward) == pytest.approx(found["forward"].sum())
+    assert passes.seconds(backward) == pytest.approx(found["backward"].sum() + again)
     # All hides but what a batch begins with.
-    moving = passes.seconds(forward, copies=True)
-    assert passes.seconds(forward, copies=True, edge=True) > moving >= passes.seconds(forward, copies=False)
-    assert passes.seconds(backward, copies=True) >= passes.seconds(backward, copies=False)
+    with_copies = replace(forward, copies=True)
+    moving = passes.seconds(with_copies)
+    assert passes.seconds(replace(with_copies, edge=True)) > moving >= passes.seconds(forward)
+    assert passes.seconds(replace(backward, copies=True)) >= passes.seconds(backward)
 
 
 AHEAD = {
@@ -166,7 +168,7 @@ def test_lists_that_are_executed_take_what_their_rows_take(units, recomputed, mo
         return float(seconds_together(beside[:, None], speed_table(interference, False))[0])
 
     def priced(kind, **how):
-        return pytest.approx(float(passes.seconds(kind, copies=True, **how)[0]), rel=1e-12)
+        return pytest.approx(float(passes.seconds(PassKind(kind, copies=True, **how))[0]), rel=1e-12)
 
     if has:
         assert walked(forward, seconds, together, waits=waits) == priced(ActionKind.FORWARD)

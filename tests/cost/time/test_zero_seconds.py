@@ -6,15 +6,12 @@ import pytest
 from lightning_mist.cost import StageCandidates
 from lightning_mist.cost.inputs.regions import StageRegions, covered
 from lightning_mist.cost.memory.held_parameters import Holdings
+from lightning_mist.cost.time.communication import unit_seconds
+from lightning_mist.cost.time.offload_loads import unit_loads
 from lightning_mist.cost.time.overlap import FREE
+from lightning_mist.cost.time.pass_seconds import RowSums
 from lightning_mist.cost.time.region_times import RegionSeconds
-from lightning_mist.cost.time.zero_seconds import (
-    Beside,
-    UnitSeconds,
-    reduced_seconds,
-    unit_seconds,
-    unsharding,
-)
+from lightning_mist.cost.time.zero_seconds import Beside, shared_seconds
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.orders import generate
 from lightning_mist.schedule.stage_program import StageUnits, lines_of
@@ -27,31 +24,26 @@ COMPUTE = RegionSeconds(
     recompute_R=np.array([1.0, 2.0, 3.0, 2.0, 1.0]),
     source="measured",
 )
-UNITS = UnitSeconds(
-    unshard_R=np.array([3.0, 5.0, 1.0, 4.0, 2.0]),
-    reduce_FR=np.array([[1.0, 3.0, 2.0, 6.0, 5.0]]),
-    row_R=np.zeros(5, dtype=np.int64),
-)
+UNITS = UNSHARD_R, REDUCE_FR = np.array([3.0, 5.0, 1.0, 4.0, 2.0]), np.array([[1.0, 3.0, 2.0, 6.0, 5.0]])
+ONE_ROW_R = np.zeros(5, dtype=np.int64)
 TURNS = dataclasses.replace(FREE, compute_network=1.0)
 
 
-def asked(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNITS, is_one_unit=False, **place):
+def asked(start, end, *, checkpointed=0, zero=3, interference=FREE, units=(*UNITS, ONE_ROW_R), one=False, **place):
     candidates, slot = candidates_of(start, end, checkpointed, zero), slot_of(data_parallel_degree=2, **place)
-    beside = Beside(
-        compute=COMPUTE, units=units, is_one_unit=is_one_unit, interference=interference, across_nodes=False
-    )
+    unshard_R, reduce_FR, row_R = units
+    sums = RowSums(unit_loads(COMPUTE, unshard_R, reduce_FR), interference, False)
+    beside = Beside(unshard_R=unshard_R, reduce_FR=reduce_FR, row_R=row_R, is_one_unit=one, sums=sums)
     return beside, slot, StageRegions.of(NETWORK, candidates), candidates.zero_stage_K
 
 
 def exposed(start, end, **given):
-    beside, slot, *stages = asked(start, end, **given)
-    (unshard_K, _), reduce_K = unsharding(beside, slot, *stages), reduced_seconds(beside, *stages)
+    unshard_K, _, reduce_K = shared_seconds(*asked(start, end, **given))
     return float(unshard_K[0]), float(reduce_K[0])
 
 
 def again(start, end, **given):
-    beside, slot, *stages = asked(start, end, **given)
-    return float(unsharding(beside, slot, *stages)[1][0])
+    return float(shared_seconds(*asked(start, end, **given))[1][0])
 
 
 def listed(name, stages, microbatches, order, groups=None):
@@ -64,14 +56,14 @@ def listed(name, stages, microbatches, order, groups=None):
         }
         for action in (action for line in lines_of(actions, known) for action in line):
             if action.kind is ActionKind.UNSHARD:
-                found[action.stage] += UNITS.unshard_R[action.unit]
+                found[action.stage] += UNSHARD_R[action.unit]
     return found
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_a_whole_network_equals_walking_through_its_units(zero, checkpointed):
-    unshard, reduce = UNITS.unshard_R if zero == 3 else np.zeros(5), UNITS.reduce_FR[0]
+    unshard, reduce = UNSHARD_R if zero == 3 else np.zeros(5), REDUCE_FR[0]
     total = 0.0
     for unit in range(5):
         # The second unit comes in the first forward of a batch; the last two stay for the backward.
@@ -121,12 +113,12 @@ def test_chunks_of_a_group_are_never_charged_too_little():
         for stage, seconds in listed("interleaved-1f1b", 4, 4, order, groups=2).items():
             place = {"stage_index": stage, "num_stages": 4, "num_microbatches": 4, "schedule": "interleaved-1f1b"}
             unshard, _ = exposed(start, end, interference=None, **place)
-            assert seconds <= 4 * unshard + 1e-9 <= 4 * 2 * UNITS.unshard_R[list(order)].sum() + 1e-6
+            assert seconds <= 4 * unshard + 1e-9 <= 4 * 2 * UNSHARD_R[list(order)].sum() + 1e-6
 
 
 @pytest.mark.parametrize("interference", [FREE, None])
 def test_one_unit_comes_once_per_batch(interference):
-    unshard, _ = exposed(0, 3, interference=interference, is_one_unit=True, num_microbatches=5)
+    unshard, _ = exposed(0, 3, interference=interference, one=True, num_microbatches=5)
     assert unshard == pytest.approx(15 / 5)
 
 
@@ -146,7 +138,7 @@ def test_every_stage_behind_adds_the_same(start, end, name, interference):
 
 def test_many_candidates_are_what_each_is_alone():
     table = Holdings(spec(3, tied=True, parameter_bytes=40_000, edge_bytes=100_000)).table
-    units = unit_seconds(profile(link=1e8, latency=0.0), table, 2, 1)
+    units = *unit_seconds(profile(link=1e8, latency=0.0), table, 2, 1), table.reduced_row_R
     every = [
         (start, end, kept, zero)
         for start in range(3)
@@ -157,8 +149,7 @@ def test_many_candidates_are_what_each_is_alone():
     beside, slot, *_ = asked(0, 3, units=units, interference=TURNS, num_stages=3, num_microbatches=4)
     start_K, end_K, kept_K, zero_K = np.array(every).T
     candidates = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=kept_K, zero_stage_K=zero_K)
-    stages = StageRegions.of(NETWORK, candidates), zero_K
-    (unshard_K, _), reduce_K = unsharding(beside, slot, *stages), reduced_seconds(beside, *stages)
+    unshard_K, _, reduce_K = shared_seconds(beside, slot, StageRegions.of(NETWORK, candidates), zero_K)
     for index, (start, end, kept, zero) in enumerate(every):
         place = {"units": units, "interference": TURNS, "num_stages": 3, "num_microbatches": 4}
         alone = exposed(start, end, checkpointed=kept, zero=zero, **place)
@@ -173,17 +164,17 @@ def test_without_sharding_nothing_is_added(interference):
 
 def test_every_owner_of_a_unit_sends_a_message():
     table = Holdings(spec(2, parameter_bytes=40_000, edge_bytes=100_000, frozen=("wte.weight",))).table
-    seconds = unit_seconds(profile(link=1e8, latency=1e-4), table, 2, 1)
-    assert seconds.unshard_R == pytest.approx([1e-4 + 1e-3, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
+    unshard_R, reduce_FR = unit_seconds(profile(link=1e8, latency=1e-4), table, 2, 1)
+    assert unshard_R == pytest.approx([1e-4 + 1e-3, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
     # A frozen embedding has no gradient to reduce.
-    assert seconds.reduce_FR[0] == pytest.approx([0.0, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
+    assert reduce_FR[0] == pytest.approx([0.0, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
 
 
 @pytest.mark.parametrize("interference", [None, TURNS])
 def test_a_tied_gradient_is_reduced_once_in_a_stage(interference):
     table = Holdings(spec(3, tied=True, parameter_bytes=40_000, edge_bytes=100_000)).table
-    units = unit_seconds(profile(link=1e8, latency=0.0), table, 2, 1)
-    np.testing.assert_allclose(units.unshard_R, table.used_R / 1e8)
+    units = *unit_seconds(profile(link=1e8, latency=0.0), table, 2, 1), table.reduced_row_R
+    np.testing.assert_allclose(units[0], table.used_R / 1e8)
 
     def reduced(start, end):
         return 1e8 * exposed(start, end, zero=2, units=units, interference=interference)[1]
