@@ -30,7 +30,7 @@ from lightning_mist.cost.time.overlap import (
     interference_of,
     weights_of_passes,
 )
-from lightning_mist.cost.time.pass_seconds import RowSums
+from lightning_mist.cost.time.pass_seconds import PassKind, RowSums
 from lightning_mist.cost.time.region_times import (
     RegionSeconds,
     RegionSums,

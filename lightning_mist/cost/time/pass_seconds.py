@@ -24,7 +24,7 @@ Array axes
     R  units
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,17 +71,29 @@ class PassKind:
         """How far behind a unit the next one is, in the order of forward."""
         return -1 if self.kind is ActionKind.BACKWARD else 1
 
-    def loads(self, loads: Loads) -> Iterator[tuple[Load, int]]:
-        """What units have to do, and beside which, counted in the order of the pass."""
+    def loads(self, has: Callable[[str], bool]) -> Iterator[tuple[Load, int]]:
+        """What units have to do of what there is, and beside which, counted in the order of the pass."""
         for entry in TABLES[self.kind]:
             for load in entry.loads:
                 is_now = load.when is not (When.MIDDLE if self.edge else When.EDGE)
-                if is_now and (self.copies or load.channel < Channel.TO_DEVICE) and loads.has(load.name):
+                if is_now and (self.copies or load.channel < Channel.TO_DEVICE) and has(load.name):
                     yield load, entry.offset - load.counts
 
     def stays(self, load: Load) -> bool:
         """Whether the two outermost units are there without it."""
         return load.is_resident or (load.name == "unshard" and not self.away)
+
+    def around(self, load: Load, offset: int) -> tuple[int, ...]:
+        """How far behind a row's unit others have to be in the stage, so that it has a load; 0 is its own."""
+        # Nobody waits for what leaves behind the last computation.
+        return self.step * offset, -self.step * self.stays(load), self.step * (load.counts < 0)
+
+    def beside(self, name: str, regions: StageRegions) -> tuple[IntArray, IntArray]:
+        """The first of the units whose load counts beside computation, and the one behind their last."""
+        ((load, offset),) = self.loads(name.__eq__)
+        own, *others = self.around(load, offset)
+        begin_K: IntArray = regions.low_K + own - min(own, *others)
+        return begin_K, np.maximum(begin_K, regions.high_K + own - max(own, *others))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +164,11 @@ def row_loads(
     """
     place_U = question_U * loads.width + unit_U + BEFORE
     load_HU, waited_U = np.zeros((len(Channel), len(place_U))), np.zeros(len(place_U))
-    for load, offset in one.loads(loads):
+    for load, offset in one.loads(loads.has):
         unit = one.step * offset
-        bits = AGAIN if load.name == "again" else _INSIDE[unit]
-        if one.stays(load):
-            bits |= _INSIDE[-one.step]
-        if load.counts < 0:  # nobody waits for what leaves behind the last computation
-            bits |= _INSIDE[one.step]
+        bits = AGAIN * (load.name == "again")
+        for behind in one.around(load, offset):
+            bits |= _INSIDE[behind]
         value_U = loads.at(load.name, place_U + unit, (bits_U & _AGAIN.get(unit, 0)) > 0) * ((bits_U & bits) == bits)
         if load.is_waited:
             now_U = value_U * loads.waits_Q[question_U]
@@ -178,7 +188,7 @@ class _Stages:
         front, behind = dict[Channel, FloatArray](), dict[Channel, FloatArray]()
         low_K, high_K = self.regions.low_K, self.regions.last_K
         first_K, last_K = (low_K, high_K)[:: one.step]
-        for load, offset in one.loads(self.loads):
+        for load, offset in one.loads(self.loads.has):
             if offset != 0 and not (offset > 0 and one.stays(load)):
                 found, unit_K = (front, first_K) if offset > 0 else (behind, last_K)
                 found[load.channel] = found.get(load.channel, 0.0) + self.of_unit(load.name, unit_K)
@@ -269,12 +279,13 @@ class RowSums:
         self._kept: dict[PassKind, FloatArray] = {}
 
     def of(self, one: PassKind) -> FloatArray:
-        """Sums over the units below each, by how its row lies; axes ``QBR``."""
+        """Sums over the units below each, by how its row lies, of its two loads and beyond computing; axes ``XQBR``."""
         if one not in self._kept:
             shape = len(self.loads), 2 * AGAIN, self.loads.width - BEFORE - BEHIND
             question_U, bits_U, unit_U = np.indices(shape).reshape(3, -1)
             (compute_U, network_U, *_), _ = row_loads(self.loads, one, question_U, unit_U, bits_U)
-            self._kept[one] = prefix_sums(self.beyond(compute_U, network_U).reshape(shape))
+            found_XU = np.stack([compute_U, network_U, self.beyond(compute_U, network_U)])
+            self._kept[one] = prefix_sums(found_XU.reshape(3, *shape))
         return self._kept[one]
 
     def beyond(self, compute_X: FloatArray, network_X: FloatArray) -> FloatArray:
@@ -287,7 +298,7 @@ class SummedPasses(_Stages):
 
     def __init__(self, sums: RowSums, question_K: IntArray, regions: StageRegions) -> None:
         super().__init__(sums.loads, question_K, regions)
-        self.sums, low_K, last_K = sums, regions.low_K, regions.last_K
+        self.sums_of, low_K, last_K = sums, regions.low_K, regions.last_K
         inner_K, outer_K = low_K + 1, np.maximum(last_K, low_K + 1)
         again_K = [np.clip(unit_K, inner_K, outer_K) for unit_K in (regions.first_K, regions.middle_K)]
         mark_JK = np.stack([low_K, inner_K, *again_K, outer_K, last_K + 1])
@@ -297,9 +308,16 @@ class SummedPasses(_Stages):
         place_JK = (question_K * 2 * AGAIN + bits_JK) * (sums.loads.width - BEFORE - BEHIND + 1)
         self._begin_JK, self._end_JK = place_JK + mark_JK[:-1], place_JK + mark_JK[1:]
 
+    def sums(self, one: PassKind) -> FloatArray:
+        """Seconds of a pass: of computing, of communicating, and of both beyond computing; axes ``XK``."""
+        found_XY = self.sums_of.of(one).reshape(3, -1)
+        total_XK: FloatArray = (found_XY[:, self._end_JK] - found_XY[:, self._begin_JK]).sum(axis=1)
+        total_XK[1:] += sum(value_K for found in self.ends(one) for value_K in found.values())
+        return total_XK
+
     def beyond(self, one: PassKind) -> FloatArray:
         """Seconds of a pass beyond computing."""
-        sums_QBR = self.sums.of(one)
+        sums_QBR = self.sums_of.of(one)[2]
         total_K: FloatArray = (sums_QBR.take(self._end_JK) - sums_QBR.take(self._begin_JK)).sum(axis=0)
         return total_K + sum(value_K for found in self.ends(one) for value_K in found.values())
 
@@ -316,7 +334,7 @@ class SummedPasses(_Stages):
         load_HK, _ = row_loads(self.loads, one, self.question_K, last_K, self._bits(last_K))
         compute_K, alone_K = load_HK[Channel.COMPUTE], load_HK[Channel.NETWORK]
         unshard_K = self.of_unit("unshard", first_K)
-        beside_K = self.sums.beyond(compute_K, alone_K + unshard_K) - self.sums.beyond(compute_K, alone_K)
+        beside_K = self.sums_of.beyond(compute_K, alone_K + unshard_K) - self.sums_of.beyond(compute_K, alone_K)
         return away_K - here_K - unshard_K + beside_K
 
     def _bits(self, unit_K: IntArray) -> IntArray:

@@ -43,11 +43,16 @@ class Beside:
     is_one_unit: bool
     sums: RowSums
 
+    def passes(self, zero_stage_K: IntArray, regions: StageRegions) -> SummedPasses:
+        """Passes of stages without copies."""
+        question_K = unit_question(zero_stage_K, self.row_R[regions.low_K], len(self.reduce_FR))
+        return SummedPasses(self.sums, question_K, regions)
+
     def between(self, *, is_unsharded: bool) -> FloatArray:
         """What each unit between others adds to a microbatch at least, if it is not recomputed, and if it is."""
         rows = len(self.reduce_FR)
         asked = slice((1 + is_unsharded) * rows, (2 + is_unsharded) * rows)
-        forward_QBR, backward_QBR = (self.sums.of(PassKind(kind))[asked] for kind in _KINDS)
+        forward_QBR, backward_QBR = (self.sums.of(PassKind(kind))[2, asked] for kind in _KINDS)
         least_XR: FloatArray = np.diff(forward_QBR + backward_QBR)[:, [BETWEEN, BETWEEN | AGAIN]].min(axis=0)
         return least_XR
 
@@ -66,9 +71,7 @@ def shared_seconds(
 
     def asked(zero_stage: ZeroStage) -> tuple[IntArray, SummedPasses]:
         at_J = np.flatnonzero(zero_stage_K >= zero_stage)
-        some = regions.take(at_J)
-        question_J = unit_question(np.full(len(at_J), zero_stage), beside.row_R[some.low_K], len(beside.reduce_FR))
-        return at_J, SummedPasses(beside.sums, question_J, some)
+        return at_J, beside.passes(np.full(len(at_J), zero_stage), regions.take(at_J))
 
     at_J, passes = asked(ZeroStage.GRADIENTS)
     reduce_K[at_J] = passes.beyond(PassKind(ActionKind.BACKWARD))

@@ -25,7 +25,6 @@ from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
 from lightning_mist.cost.memory import BUFFERS, MemoryModel
 from lightning_mist.cost.time import (
-    Beside,
     beyond_computing,
     bucketed_seconds,
     interference_of,
@@ -34,7 +33,7 @@ from lightning_mist.cost.time import (
 )
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.candidates import OUTERMOST, ROOM
+from lightning_mist.tuner.candidates import ROOM
 from lightning_mist.tuner.space import Shape, Space, layer_classes
 
 
@@ -226,9 +225,7 @@ class RangeBounds(ArrayRecord):
 
     Attributes:
         backward_XR: Computing a backward, with what it recomputes.
-        forward_network_R: Exchanging among ranks with the same parameters beside a forward.
-        outer_R: The part of both that the outermost units may not take.
-        exposed_XR: What both take beyond computing, with nothing copied beside them.
+        exposed_XR: What exchanging among ranks with the same parameters takes beyond computing, with nothing copied.
         once_XR: What is done once per batch.
         deferred_XR: The same where the optimizer's step may happen in the next forward.
         activations_R: What a microbatch keeps until its backward.
@@ -250,9 +247,6 @@ class RangeBounds(ArrayRecord):
     devices_R: IntArray
     forward_XR: FloatArray
     backward_XR: FloatArray
-    forward_network_R: FloatArray
-    backward_network_R: FloatArray
-    outer_R: FloatArray
     exposed_XR: FloatArray
     transfer_XR: FloatArray
     once_XR: FloatArray
@@ -421,7 +415,7 @@ class _Arranged:
             "is_told_R": np.full(len(self.layers_K), is_told),
             "once_XR": once_XK,
             "deferred_XR": deferred_XK,
-            **self._exchanged(zero_stage),
+            "exposed_XR": self._exposed(zero_stage),
             **self.held.of_zero(zero_stage),
         }
 
@@ -441,32 +435,17 @@ class _Arranged:
         arrival, back = np.min([received(self.model, slot, self.space.num_layers) for slot in slots], axis=0)
         return np.array([back, arrival + back, arrival])
 
-    def _exchanged(self, zero_stage: int) -> dict[str, FloatArray]:
-        """Seconds of communicating among ranks with the same parameters."""
-        unshard_K = scatter_K = np.zeros(len(self.layers_K))
-        outer, exposed_XK = 0.0, np.zeros((len(POSITIONS), len(self.layers_K)))
-        if self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS:
-            beside = self.model.beside(self.slot, self.compute)
-            scatter_K = of_layers(beside.reduce_FR.min(axis=0))[self.layers_K] * self.corrected
-            # Where all parameters are one unit they are unsharded once per batch.
-            is_unsharded = zero_stage >= ZeroStage.PARAMETERS and not beside.is_one_unit
-            if is_unsharded:
-                unshard_K = of_layers(beside.unshard_R)[self.layers_K] * self.corrected
-                outer = OUTERMOST * float(beside.unshard_R.max())
-            exposed_XK = self._exposed(beside, is_unsharded=is_unsharded) * self.corrected
-        return {
-            "forward_network_R": unshard_K,
-            "backward_network_R": unshard_K + scatter_K,
-            "outer_R": np.full(len(self.layers_K), outer),
-            "exposed_XR": exposed_XK,
-        }
-
-    def _exposed(self, beside: Beside, *, is_unsharded: bool) -> FloatArray:
+    def _exposed(self, zero_stage: int) -> FloatArray:
         """What communication takes beyond computing (:mod:`lightning_mist.cost.time.zero_seconds`); axes ``XK``.
 
         Behind the first unit's backward nothing hides its reduction. Beside the backward of any but the last unit that
         above is reduced; beside that of any but the outermost two the one below is unsharded too.
         """
+        if self.degree == 1 or zero_stage < ZeroStage.GRADIENTS:
+            return np.zeros((len(POSITIONS), len(self.layers_K)))
+        beside = self.model.beside(self.slot, self.compute)
+        # Where all parameters are one unit they are unsharded once per batch.
+        is_unsharded = zero_stage >= ZeroStage.PARAMETERS and not beside.is_one_unit
         plain_R, again_R = beside.between(is_unsharded=is_unsharded)
         # Those next to the head or the tail are never between two layers; without any there is none in between.
         plain, again = (
@@ -479,7 +458,7 @@ class _Arranged:
         lowest_R = beside.reduce_FR.min(axis=0)
         lowest = float(lowest_R[1:-1].min(initial=np.inf))
         exposed_XK: FloatArray = np.array([float(lowest_R[0]), lowest, lowest])[:, None] + inside_K
-        return exposed_XK
+        return exposed_XK * self.corrected
 
 
 def _least_once(

@@ -44,7 +44,6 @@ from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
 from lightning_mist.cost.time import (
     COMPUTE,
-    NETWORK,
     TO_DEVICE,
     TO_HOST,
     CopyRates,
@@ -193,11 +192,9 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         [
             (weights.forward[..., COMPUTE], forward_R),
             (weights.backward[..., COMPUTE], backward_R),
-            (weights.forward[..., NETWORK], ranges.forward_network_R),
-            (weights.backward[..., NETWORK], ranges.backward_network_R),
         ]
     )
-    loads_WR += transfer_R - ranges.outer_R
+    loads_WR += transfer_R
     # Copies beside a backward never make it faster.
     loads_WR += weights.is_alone_W[:, None] * (backward_R + ranges.exposed_XR[at])
     optimizer_R = (ranges.least_optimizer_XR if "optimizer" in setting.kinds else ranges.optimizer_XR)[at]

@@ -11,4 +11,4 @@ from lightning_mist.tuner.candidates.choices import (
     with_peaks_as_seconds,
 )
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
-from lightning_mist.tuner.candidates.offload_search import OUTERMOST, RatioGrid, TimeIsUpError, may_offload
+from lightning_mist.tuner.candidates.offload_search import RatioGrid, TimeIsUpError, may_offload

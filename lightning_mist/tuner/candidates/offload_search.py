@@ -56,22 +56,24 @@ from lightning_mist.cost.inputs import (
     IntArray,
     OffloadCandidates,
     Placed,
-    covered,
+    StageRegions,
     distinct,
     prefix_sums,
 )
-from lightning_mist.cost.memory import OffloadParts, Ratios, StateShares
+from lightning_mist.cost.memory import OffloadParts, Ratios
 from lightning_mist.cost.time import (
     COMPUTE,
+    NETWORK,
     TO_DEVICE,
     TO_HOST,
+    PassKind,
     copy_rates,
     interference_of,
     shard_nodes,
-    unit_seconds,
     weights_of_passes,
 )
 from lightning_mist.plan import OFFLOAD_KINDS, UPDATED_KINDS, SearchSpace, ZeroStage
+from lightning_mist.schedule import ActionKind
 from lightning_mist.tuner.candidates.candidate_tables import ROOM, Stage, StagePoints, Table
 from lightning_mist.tuner.candidates.choices import SlotChoices, non_dominated, not_beaten
 
@@ -158,16 +160,6 @@ class RatioGrid:
         return list(pairwise(at)) if is_ordered else [(at[0], behind) for behind in at[1:]]
 
 
-OUTERMOST = 4
-"""Units of a stage that a microbatch finds unsharded already, at most; see
-:mod:`lightning_mist.cost.time.zero_seconds`.
-"""
-
-RESIDENT_UNITS = 2
-"""Units of a stage whose offloaded parameters a pass finds on the device; see
-:mod:`lightning_mist.cost.time.offload_seconds`.
-"""
-
 PAIRS_AT_ONCE = 1 << 14
 """Candidates with pairs of ratios whose bytes are worked out together: fast, and some megabytes."""
 
@@ -206,16 +198,13 @@ def ordered(model: CostModel, slot: StageSlot, zero_stage: int, grid: RatioGrid)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Floors:
-    """Steady seconds that candidates take at least: what they compute, and what their ratios copy.
-
-    A forward moves activations away and fetches parameters, but for those of the first two units, which are there; a
-    backward fetches activations, gradients and parameters, but for those of the last two.
+    """Steady seconds that candidates take at least: passes by dual weights of channels instead of the fluid's seconds.
 
     Attributes:
-        compute_WB: Weighted seconds of computing, and so on of what ratios copy.
+        alone_WB: Those of candidates that copy nothing by these weights, and so on of what ratios copy.
     """
 
-    compute_WB: FloatArray
+    alone_WB: FloatArray
     parameters_WBH: FloatArray
     gradients_WBG: FloatArray
     activations_WBA: FloatArray
@@ -238,30 +227,31 @@ class _Floors:
         """
         if not isinstance(model, StageCostModel) or model.profile.corrections:
             return None
-        machine = model.profile, model.cluster
+        machine, regions = (model.profile, model.cluster), StageRegions.of(model.spec, candidates)
         rates, across = copy_rates(*machine), shard_nodes(model.cluster, slot) > 1
-        forward_WC, backward_WC = weights_of_passes(interference_of(*machine), across)
-        compute = model.region_seconds(*slot.computed)
-        forward, backward, again = map(prefix_sums, (compute.forward_R, compute.backward_R, compute.recompute_R))
-        low_B, high_B = covered(model.spec, candidates.start_K, candidates.end_K)
-        recomputed_B = again[1 + candidates.start_K + candidates.checkpointed_K] - again[1 + candidates.start_K]
-        backward_B = backward[high_B] - backward[low_B] + recomputed_B
-        in_WC, out_WC = backward_WC / rates.to_device, forward_WC / rates.to_host
-        forward_B = forward[high_B] - forward[low_B]
-        compute_WB = np.outer(forward_WC[:, COMPUTE], forward_B) + np.outer(backward_WC[:, COMPUTE], backward_B)
-        compute_WB -= _found_unsharded(model, slot, candidates)
-        # What a forward and a backward take by themselves, and transfers, in which nothing else is done.
-        zero_B, rest_B = candidates.zero_stage_K, np.maximum(steady_B - forward_B - backward_B, 0.0)
-        alone_B = np.where(zero_B >= ZeroStage.PARAMETERS, 0.0, backward_B + rest_B)
-        is_alone_W1 = ~backward_WC.any(axis=1, keepdims=True)
-        compute_WB += np.where(is_alone_W1, alone_B, rest_B * (zero_B < ZeroStage.GRADIENTS))
-        forward_BH, backward_BH = _fetched(model.memory(slot).states, parts.host_parameters_BH, ratios, low_B, high_B)
+        beside = model.beside(slot, model.region_seconds(*slot.computed))
+        passes = beside.passes(candidates.zero_stage_K, regions)
+        # What the rank that has most offloads counts as spread over units as all ranks' is.
+        unit_bytes = [model.memory(slot).states.unit_bytes(ratio, "parameters") for ratio in ratios]
+        before_HR = prefix_sums(np.stack(unit_bytes))
+        all_BH = regions.sums(before_HR.T)
+        part_BH = parts.host_parameters_BH / np.maximum(all_BH, 1.0) / rates.to_device
+        alone_WB, parameters_WBH = steady_B, np.zeros((1, 1, 1))
+        weights = weights_of_passes(interference_of(*machine), across)
+        for kind, weights_WC in zip((ActionKind.FORWARD, ActionKind.BACKWARD), weights, strict=True):
+            compute_B, network_B, beyond_B = passes.sums(PassKind(kind))
+            weighed_WB = weights_WC[:, [COMPUTE, NETWORK]] @ np.stack([compute_B, network_B])
+            plain_B = compute_B + beyond_B
+            alone_WB = alone_WB + np.where(weights_WC.any(axis=1, keepdims=True), weighed_WB - plain_B, 0.0)
+            begin_B, end_B = PassKind(kind, copies=True).beside("parameters_in", regions)
+            fetched_BH = part_BH * (before_HR[:, end_B] - before_HR[:, begin_B]).T
+            parameters_WBH = parameters_WBH + np.multiply.outer(weights_WC[:, TO_DEVICE], fetched_BH)
+        in_WC, out_WC = weights[1] / rates.to_device, weights[0] / rates.to_host
         gradients_BG = parts.host_gradients_BG * (slot.num_microbatches > 1)
         activations_BGA = parts.host_activations_K.reshape(*gradients_BG.shape, -1)
         return cls(
-            compute_WB=compute_WB,
-            parameters_WBH=np.multiply.outer(forward_WC[:, TO_DEVICE] / rates.to_device, forward_BH)
-            + np.multiply.outer(in_WC[:, TO_DEVICE], backward_BH),
+            alone_WB=alone_WB,
+            parameters_WBH=parameters_WBH,
             gradients_WBG=np.multiply.outer(in_WC[:, TO_DEVICE], gradients_BG),
             activations_WBA=np.multiply.outer(in_WC[:, TO_DEVICE] + out_WC[:, TO_HOST], activations_BGA[:, 0]),
         )
@@ -269,42 +259,10 @@ class _Floors:
     def seconds(self, row_J: IntArray, ratio_OJ: Sequence[IntArray]) -> FloatArray:
         """Those of some candidates with some of the ratios of each kind of state."""
         parameters_J, gradients_J, _, activations_J = ratio_OJ
-        found_WJ = self.compute_WB[:, row_J] + self.parameters_WBH[:, row_J, parameters_J]
+        found_WJ = self.alone_WB[:, row_J] + self.parameters_WBH[:, row_J, parameters_J]
         found_WJ += self.gradients_WBG[:, row_J, gradients_J] + self.activations_WBA[:, row_J, activations_J]
         least_J: FloatArray = found_WJ.max(axis=0)
         return least_J
-
-
-def _fetched(
-    states: StateShares, host_BH: FloatArray, ratios: Sequence[float], low_B: IntArray, high_B: IntArray
-) -> tuple[FloatArray, FloatArray]:
-    """Bytes of offloaded parameters that are fetched in a forward and in a backward, at least; axes ``BH``.
-
-    What the rank that has most offloads counts as spread over units as all ranks' is.
-
-    Args:
-        host_BH: What that rank offloads with each ratio.
-    """
-    before_HR = prefix_sums(np.stack([states.unit_bytes(ratio, "parameters") for ratio in ratios]))
-    all_BH, forward_BH, backward_BH = (
-        (before_HR[:, end_B] - before_HR[:, begin_B]).T
-        for begin_B, end_B in (
-            (low_B, high_B),
-            (np.minimum(low_B + RESIDENT_UNITS, high_B), high_B),
-            (low_B, np.maximum(high_B - RESIDENT_UNITS, low_B)),
-        )
-    )
-    part_BH = host_BH / np.maximum(all_BH, 1.0)
-    return part_BH * forward_BH, part_BH * backward_BH
-
-
-def _found_unsharded(model: StageCostModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
-    """Seconds of unsharding by which copies may seem to add less than they do: it is there already, or once a batch."""
-    shards_B, holdings = candidates.zero_stage_K >= ZeroStage.PARAMETERS, model.memory(slot).holdings
-    if slot.shard_degree == 1 or not shards_B.any():
-        return np.zeros(len(candidates))
-    unshard_R, _ = unit_seconds(model.profile, holdings.table, slot.shard_degree, shard_nodes(model.cluster, slot))
-    return np.where(shards_B, np.inf if holdings.is_one_unit else OUTERMOST * unshard_R.max(), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,4 +100,3 @@ def test_what_cannot_hide_behind_computing_is_counted():
     here = (found.devices_R == 2) & (found.layers_R == 3)
     none, reduced, unsharded = found.exposed_XR[1, here]
     assert none == 0 < reduced <= unsharded
-    assert reduced >= found.backward_network_R[here][1] / 3
