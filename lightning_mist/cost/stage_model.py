@@ -39,7 +39,6 @@ from lightning_mist.cost.time import (
     CopySeconds,
     CopyStages,
     RegionSeconds,
-    RegionSums,
     RowSums,
     SeamEnd,
     StageSeconds,
@@ -86,7 +85,6 @@ class _Rank:
     spec: ModelSpec
     memory: MemoryModel
     seconds: dict[float, RegionSeconds] = field(default_factory=dict)
-    sums: dict[tuple[int, int], RegionSums] = field(default_factory=dict)
     beside: dict[tuple[float, int, int], Beside] = field(default_factory=dict)
     cuts: dict[Hashable, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
@@ -227,7 +225,7 @@ class StageCostModel(PlanCosts):
         """Seconds of candidates as if nothing were offloaded and nothing corrected, and what copies depend on."""
         compute = self.region_seconds(*slot.computed)
         memory, regions = self.memory(slot), StageRegions.of(self.spec, candidates)
-        terms = self._sums(slot, compute).terms(regions)
+        terms = compute.terms(memory.costs(slot.rows), regions)
         beside = self.beside(slot, compute)
         none_K, place_K = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=np.int64)
         unshard_K, again_K, scatter_K = none_K, none_K, none_K
@@ -296,10 +294,6 @@ class StageCostModel(PlanCosts):
         tied_K = tied_seconds(*self._machine, slot, self.memory(slot).holdings.of(candidates), self.seams)
         found = arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K
         return tuple(factor * item_K for item_K in found)
-
-    def _sums(self, slot: StageSlot, compute: RegionSeconds) -> RegionSums:
-        rank, key = self._of(slot), (slot.rows, slot.context_parallel_degree)
-        return _cached(rank.sums, key, lambda: RegionSums.of(compute, rank.memory.costs(slot.rows)))
 
     def beside(self, slot: StageSlot, compute: RegionSeconds) -> Beside:
         """What ZeRO-2 and ZeRO-3 communicate beside computation."""

@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import sympy
 
-from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.arrays import ArrayRecord, prefix_sums
 from lightning_mist.cost.inputs.candidates import StageCandidates
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray, compile_expressions
 from lightning_mist.errors import PlanError
@@ -365,13 +365,15 @@ class StageRegions(ArrayRecord):
         is_inside_K: BoolArray = (region_K >= self.first_K) & (region_K < self.middle_K)
         return is_inside_K
 
-    def sums(self, prefix_R: FloatArray) -> FloatArray:
-        """Sums over the regions of each stage, from :func:`~lightning_mist.cost.inputs.arrays.prefix_sums`."""
-        return prefix_R[self.high_K] - prefix_R[self.low_K]
+    def sums(self, values_R: FloatArray) -> FloatArray:
+        """Sums over the regions of each stage; of several rows, those of each."""
+        before_R = prefix_sums(values_R)
+        return before_R[..., self.high_K] - before_R[..., self.low_K]
 
-    def recomputed_sums(self, prefix_R: FloatArray) -> FloatArray:
-        """Sums over the recomputed layers of each stage, from prefix sums."""
-        return prefix_R[self.middle_K] - prefix_R[self.first_K]
+    def recomputed_sums(self, values_R: FloatArray) -> FloatArray:
+        """Sums over the recomputed layers of each stage."""
+        before_R = prefix_sums(values_R)
+        return before_R[self.middle_K] - before_R[self.first_K]
 
 
 def runs_between(

@@ -33,7 +33,6 @@ from lightning_mist.cost.time.overlap import (
 from lightning_mist.cost.time.pass_seconds import PassKind, RowSums
 from lightning_mist.cost.time.region_times import (
     RegionSeconds,
-    RegionSums,
     collective_seconds,
     region_seconds,
     split_seconds,

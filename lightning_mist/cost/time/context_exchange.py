@@ -17,7 +17,7 @@ Array axes
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray, StageRegions, StageSlot, key_value_bytes, prefix_sums
+from lightning_mist.cost.inputs import FloatArray, StageRegions, StageSlot, key_value_bytes
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
@@ -64,6 +64,5 @@ def stage_context_seconds(
     Args:
         seconds: Of every region's forward and backward.
     """
-    forward, backward = map(prefix_sums, seconds)
-    forward_K = regions.sums(forward)
-    return forward_K, forward_K + regions.sums(backward) + regions.recomputed_sums(forward)
+    forward_R, backward_R = seconds
+    return regions.sums(forward_R), regions.sums(forward_R + backward_R) + regions.recomputed_sums(forward_R)

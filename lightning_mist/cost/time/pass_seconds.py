@@ -25,7 +25,7 @@ Array axes
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -88,12 +88,12 @@ class PassKind:
         # Nobody waits for what leaves behind the last computation.
         return self.step * offset, -self.step * self.stays(load), self.step * (load.counts < 0)
 
-    def beside(self, name: str, regions: StageRegions) -> tuple[IntArray, IntArray]:
-        """The first of the units whose load counts beside computation, and the one behind their last."""
+    def beside(self, name: str, regions: StageRegions) -> StageRegions:
+        """The units of each stage whose load counts beside computation."""
         ((load, offset),) = self.loads(name.__eq__)
         own, *others = self.around(load, offset)
-        begin_K: IntArray = regions.low_K + own - min(own, *others)
-        return begin_K, np.maximum(begin_K, regions.high_K + own - max(own, *others))
+        low_K = regions.low_K + own - min(own, *others)
+        return replace(regions, low_K=low_K, high_K=np.maximum(low_K, regions.high_K + own - max(own, *others)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

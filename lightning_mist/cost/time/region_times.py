@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lightning_mist.cost.inputs import Collectives, FloatArray, RegionCosts, StageRegions, prefix_sums, regions_of
+from lightning_mist.cost.inputs import Collectives, FloatArray, RegionCosts, StageRegions, regions_of
 from lightning_mist.cost.time.operator_seconds import compute_dtype, work_seconds
 from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD
 from lightning_mist.errors import PlanError, ProfileError
@@ -40,45 +40,22 @@ class RegionSeconds:
     source: TimeSource
     exchange: tuple[FloatArray, FloatArray] | None = None
 
+    def terms(self, costs: RegionCosts, regions: StageRegions) -> dict[str, FloatArray]:
+        """What stages compute, and what tensor-parallel ranks exchange meanwhile, by names of ``StageSeconds``.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionSums:
-    """Prefix sums of seconds of regions.
-
-    Attributes:
-        weight: Of the part of backwards that makes gradients of matrices.
-        exchange: Of the parts of forwards and backwards in which tensor-parallel ranks exchange; ``None`` without such.
-    """
-
-    forward: FloatArray
-    backward: FloatArray
-    weight: FloatArray
-    recompute: FloatArray
-    exchange: tuple[FloatArray, FloatArray] | None
-
-    @classmethod
-    def of(cls, compute: RegionSeconds, costs: RegionCosts) -> "RegionSums":
-        """The sums of a network, of whose regions the costs say what part of FLOPs makes gradients of matrices."""
-        weight_R: FloatArray = np.minimum(1.0, costs.weight_flops_R / np.maximum(costs.backward_flops_R, 1.0))
-        return cls(
-            forward=prefix_sums(compute.forward_R),
-            backward=prefix_sums(compute.backward_R),
-            weight=prefix_sums(weight_R * compute.backward_R),
-            recompute=prefix_sums(compute.recompute_R),
-            exchange=compute.exchange and (prefix_sums(compute.exchange[0]), prefix_sums(compute.exchange[1])),
-        )
-
-    def terms(self, regions: StageRegions) -> dict[str, FloatArray]:
-        """What stages compute, and what tensor-parallel ranks exchange meanwhile, by names of ``StageSeconds``."""
+        Args:
+            costs: Say what part of FLOPs makes gradients of matrices.
+        """
+        weight_R = np.minimum(1.0, costs.weight_flops_R / np.maximum(costs.backward_flops_R, 1.0))
         exchange_K = recompute_exchange_K = np.zeros(len(regions))
         if self.exchange is not None:
-            exchange_K = sum(map(regions.sums, self.exchange), exchange_K)
+            exchange_K = regions.sums(self.exchange[0]) + regions.sums(self.exchange[1])
             recompute_exchange_K = regions.recomputed_sums(self.exchange[0])
         return {
-            "forward_K": regions.sums(self.forward),
-            "backward_K": regions.sums(self.backward),
-            "recompute_K": regions.recomputed_sums(self.recompute),
-            "weight_K": regions.sums(self.weight),
+            "forward_K": regions.sums(self.forward_R),
+            "backward_K": regions.sums(self.backward_R),
+            "recompute_K": regions.recomputed_sums(self.recompute_R),
+            "weight_K": regions.sums(weight_R * self.backward_R),
             "exchange_K": exchange_K,
             "recompute_exchange_K": recompute_exchange_K,
         }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray, StageCandidates, StageRegions, StageSlot, prefix_sums, regions_of
+from lightning_mist.cost.inputs import FloatArray, StageCandidates, StageRegions, StageSlot, regions_of
 from lightning_mist.hardware import StepOverheads
 from lightning_mist.model.spec import ModelSpec
 
@@ -57,4 +57,4 @@ def overhead_seconds(
 def _backward_operators(spec: ModelSpec, candidates: StageCandidates) -> FloatArray:
     """Operators of the backwards of stages."""
     operators_R = np.array([region.backward_operators for region in regions_of(spec)], dtype=np.float64)
-    return StageRegions.of(spec, candidates).sums(prefix_sums(operators_R))
+    return StageRegions.of(spec, candidates).sums(operators_R)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray, IntArray, StageRegions, StageSlot, prefix_sums
+from lightning_mist.cost.inputs import FloatArray, IntArray, StageRegions, StageSlot
 from lightning_mist.cost.time.offload_loads import unit_question
 from lightning_mist.cost.time.pass_seconds import AGAIN, BETWEEN, PassKind, RowSums, SummedPasses
 from lightning_mist.plan import ZeroStage
@@ -78,7 +78,7 @@ def shared_seconds(
     at_J, passes = asked(ZeroStage.PARAMETERS)
     if beside.is_one_unit and not takes_turns:
         # Nothing ever takes its place.
-        unshard_K[at_J] = passes.regions.sums(prefix_sums(beside.unshard_R)) / count
+        unshard_K[at_J] = passes.regions.sums(beside.unshard_R) / count
         return unshard_K, again_K, reduce_K
     low_J, last_J = passes.regions.low_K, passes.regions.last_K
     # One or two units never leave, but where chunks of other layers come between.

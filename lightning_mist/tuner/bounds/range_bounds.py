@@ -376,6 +376,8 @@ class _Arranged:
         in_time_K = both_L[layers_K] + again_L[recomputed_K] <= left_L[layers_K]
         self.layers_K, self.recomputed_K = layers_K[in_time_K], recomputed_K[in_time_K]
         self.corrected = least_correction(model)
+        self.forward_XK = self._summed(self.compute.forward_R)
+        self.backward_XK = self._summed(self.compute.backward_R) + again_L[self.recomputed_K]
         self.held = HeldBounds(
             memory=model.memory(slot),
             slot=slot,
@@ -391,8 +393,8 @@ class _Arranged:
         return {
             "layers_R": self.layers_K,
             "devices_R": np.full(count, self.slot.devices),
-            "forward_XR": self._summed(self.compute.forward_R),
-            "backward_XR": self._summed(self.compute.backward_R) + self._again(),
+            "forward_XR": self.forward_XK,
+            "backward_XR": self.backward_XK,
             "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
             "is_across_R": np.full(count, self.nodes > 1),
             **self.held.of_any_zero(),
@@ -408,9 +410,8 @@ class _Arranged:
         is_told = (not self.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
             not self.model.profile.corrections or zero_stage < ZeroStage.GRADIENTS
         )
-        backward_XK = self._summed(self.compute.backward_R) + self._again()
-        forward_XK = self._summed(self.compute.forward_R)
-        once_XK, deferred_XK = _least_once(self.model, self.slot, counted, self.held.trained(), forward_XK, backward_XK)
+        computed = self.forward_XK, self.backward_XK
+        once_XK, deferred_XK = _least_once(self.model, self.slot, counted, self.held.trained(), *computed)
         return {
             "is_told_R": np.full(len(self.layers_K), is_told),
             "once_XR": once_XK,
@@ -423,11 +424,6 @@ class _Arranged:
         """The least sums of ranges, with axes ``XK``."""
         sums_XK: FloatArray = edges(values_R)[:, None] + of_layers(values_R)[self.layers_K]
         return sums_XK
-
-    def _again(self) -> FloatArray:
-        """Seconds of forwards that are repeated."""
-        again_K: FloatArray = of_layers(self.compute.recompute_R)[self.recomputed_K]
-        return again_K
 
     def _transferred(self) -> FloatArray:
         """Seconds of receiving what comes from the neighbours, over any cut, with axis ``X``."""

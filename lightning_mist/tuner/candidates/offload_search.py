@@ -58,7 +58,6 @@ from lightning_mist.cost.inputs import (
     Placed,
     StageRegions,
     distinct,
-    prefix_sums,
 )
 from lightning_mist.cost.memory import OffloadParts, Ratios
 from lightning_mist.cost.time import (
@@ -232,10 +231,8 @@ class _Floors:
         beside = model.beside(slot, model.region_seconds(*slot.computed))
         passes = beside.passes(candidates.zero_stage_K, regions)
         # What the rank that has most offloads counts as spread over units as all ranks' is.
-        unit_bytes = [model.memory(slot).states.unit_bytes(ratio, "parameters") for ratio in ratios]
-        before_HR = prefix_sums(np.stack(unit_bytes))
-        all_BH = regions.sums(before_HR.T)
-        part_BH = parts.host_parameters_BH / np.maximum(all_BH, 1.0) / rates.to_device
+        unit_HR = np.stack([model.memory(slot).states.unit_bytes(ratio, "parameters") for ratio in ratios])
+        part_BH = parts.host_parameters_BH / np.maximum(regions.sums(unit_HR).T, 1.0) / rates.to_device
         alone_WB, parameters_WBH = steady_B, np.zeros((1, 1, 1))
         weights = weights_of_passes(interference_of(*machine), across)
         for kind, weights_WC in zip((ActionKind.FORWARD, ActionKind.BACKWARD), weights, strict=True):
@@ -243,8 +240,7 @@ class _Floors:
             weighed_WB = weights_WC[:, [COMPUTE, NETWORK]] @ np.stack([compute_B, network_B])
             plain_B = compute_B + beyond_B
             alone_WB = alone_WB + np.where(weights_WC.any(axis=1, keepdims=True), weighed_WB - plain_B, 0.0)
-            begin_B, end_B = PassKind(kind, copies=True).beside("parameters_in", regions)
-            fetched_BH = part_BH * (before_HR[:, end_B] - before_HR[:, begin_B]).T
+            fetched_BH = part_BH * PassKind(kind, copies=True).beside("parameters_in", regions).sums(unit_HR).T
             parameters_WBH = parameters_WBH + np.multiply.outer(weights_WC[:, TO_DEVICE], fetched_BH)
         in_WC, out_WC = weights[1] / rates.to_device, weights[0] / rates.to_host
         gradients_BG = parts.host_gradients_BG * (slot.num_microbatches > 1)

@@ -10,7 +10,6 @@ from lightning_mist.cost.inputs.arrays import prefix_sums
 from lightning_mist.cost.inputs.regions import StageRegions, compile_regions
 from lightning_mist.cost.time.region_times import (
     RegionSeconds,
-    RegionSums,
     collective_seconds,
     interpolate,
     region_seconds,
@@ -180,15 +179,13 @@ def test_sums_of_regions():
     costs = SimpleNamespace(weight_flops_R=4 * share, backward_flops_R=np.full(3, 4.0))
     directions = {"forward_R": forward, "backward_R": backward, "recompute_R": forward}
     compute = RegionSeconds(**directions, source="rates", exchange=(forward / 2, backward))
-    sums = RegionSums.of(compute, costs)
-    assert (sums.forward[-1], sums.backward[2] - sums.backward[1], sums.weight[-1]) == (7.0, 5.0, 9.5)
     # The only layer is region 1, between the head and the tail.
     some = StageRegions(
         low_K=np.array([0, 0]), high_K=np.array([3, 3]), first_K=np.array([1, 1]), middle_K=np.array([1, 2])
     )
-    found = sums.terms(some)
+    found = compute.terms(costs, some)
     assert (found["recompute_K"].tolist(), found["weight_K"].tolist()) == ([0.0, 2.0], [9.5, 9.5])
     assert found["exchange_K"].tolist() == [18.5, 18.5]
     assert found["recompute_exchange_K"].tolist() == [0.0, 1.0]
-    alone = RegionSums.of(RegionSeconds(**directions, source="rates"), costs).terms(some)
+    alone = RegionSeconds(**directions, source="rates").terms(costs, some)
     assert [alone[name].tolist() for name in ("exchange_K", "recompute_exchange_K")] == [[0.0, 0.0]] * 2
