@@ -83,7 +83,6 @@ class HeldBounds:
         count = len(self.layers_K)
         return {
             "received_XR": np.repeat(self._received()[:, None], count, axis=1),
-            "returned_XR": np.repeat(self._returned()[:, None], count, axis=1),
             **self._activations(),
         }
 
@@ -100,11 +99,6 @@ class HeldBounds:
     def _received(self) -> FloatArray:
         """Bytes of what comes from the stage before, over any cut, with axis ``X``."""
         cuts_B = self.memory.costs(self.slot.rows).boundary_B[1:-1]
-        return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
-
-    def _returned(self) -> FloatArray:
-        """Bytes of the gradient that goes to the stage before, over any cut, with axis ``X``."""
-        cuts_B = self.memory.costs(self.slot.rows).gradient_boundary_B[1:-1]
         return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
 
     def _always(self, zero_stage: int) -> FloatArray:
@@ -234,7 +228,6 @@ class RangeBounds(ArrayRecord):
         top_two_R: The part that the last two layers keep.
         least_parameters_XR: What of them stays whatever is offloaded, buffers included; so of gradients and state.
         received_XR: What is received of every microbatch, and stays as long as that is in flight.
-        returned_XR: The gradient of it, which is sent back.
         always_XR: What is there whatever is offloaded: temporaries of the first backward of a region, and what
             gradients of the backward before it are under way.
         is_told_R: Whether it can be told what copies take.
@@ -262,7 +255,6 @@ class RangeBounds(ArrayRecord):
     least_gradients_XR: FloatArray
     least_optimizer_XR: FloatArray
     received_XR: FloatArray
-    returned_XR: FloatArray
     always_XR: FloatArray
     is_told_R: BoolArray
     is_across_R: BoolArray

