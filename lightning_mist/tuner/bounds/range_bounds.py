@@ -231,7 +231,6 @@ class RangeBounds(ArrayRecord):
         always_XR: What is there whatever is offloaded: temporaries of the first backward of a region, and what
             gradients of the backward before it are under way.
         is_told_R: Whether it can be told what copies take.
-        is_across_R: Whether ranks with the same parameters are on several nodes.
     """
 
     AXIS: ClassVar[str] = "R"
@@ -257,7 +256,6 @@ class RangeBounds(ArrayRecord):
     received_XR: FloatArray
     always_XR: FloatArray
     is_told_R: BoolArray
-    is_across_R: BoolArray
 
 
 def range_bounds(
@@ -314,7 +312,7 @@ def _least_device_seconds(model: StageCostModel, slots: Sequence[StageSlot]) -> 
 
 
 def _no_ranges() -> RangeBounds:
-    kinds = {"layers_R": np.int64, "devices_R": np.int64, "is_told_R": np.bool_, "is_across_R": np.bool_}
+    kinds = {"layers_R": np.int64, "devices_R": np.int64, "is_told_R": np.bool_}
     numbers: dict[str, Any] = {name: np.empty(0, dtype=kind) for name, kind in kinds.items()}
     names = [item.name for item in fields(RangeBounds)]
     empty = {name: np.empty((len(POSITIONS), 0) if name.endswith("_XR") else 0) for name in names}
@@ -358,7 +356,6 @@ class _Arranged:
     ) -> None:
         self.model, self.space, self.slot, self.neighbours = model, space, slot, neighbours
         self.holdings, self.degree = model.memory(slot).holdings, slot.shard_degree
-        self.nodes = shard_nodes(model.cluster, slot)
         self.compute = model.region_seconds(*slot.computed)
         both_L, again_L = map(of_layers, (self.compute.forward_R + self.compute.backward_R, self.compute.recompute_R))
         layers_W = np.arange(fewest, space.num_layers)
@@ -388,7 +385,6 @@ class _Arranged:
             "forward_XR": self.forward_XK,
             "backward_XR": self.backward_XK,
             "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
-            "is_across_R": np.full(count, self.nodes > 1),
             **self.held.of_any_zero(),
         }
 

@@ -17,7 +17,8 @@ what ``n`` units offload, so that no more parameters are freed than are fetched.
 nothing within a microbatch.
 
 Loads take at least their sum by dual weights of channels (:mod:`lightning_mist.cost.time.overlap`), those of a forward
-and those of a backward each by weights of its own; or those of a forward do, and a backward what it takes alone.
+and those of a backward each by weights of its own; or those of a forward do, and a backward what it takes alone. The
+smaller of the weights on one node and on several hold on both.
 
 Lower bounds of ranges receive from whichever part of a cluster that takes least. Once it is known in which parts the
 stages next to one lie, what it takes beyond that counts too (:class:`SeamBounds`).
@@ -26,7 +27,6 @@ Array axes
     R  ranges; see :mod:`lightning_mist.tuner.bounds.range_bounds`
     V  numbers of devices and layers
     C  channels, in the order of ``CHANNELS``
-    N  on one node, on several
     W  pairs of weights, of a forward and of a backward
     M  ranges that have to offload something
     S  slots, one for every arrangement of devices
@@ -43,8 +43,6 @@ from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
 from lightning_mist.cost.time import (
     COMPUTE,
-    TO_DEVICE,
-    TO_HOST,
     CopyRates,
     copy_rates,
     interference_of,
@@ -183,16 +181,11 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
     alone_R = alone_XR[at, at_R := np.flatnonzero(alone_XR[at] <= bottleneck)]
     ranges = ranges.take(at_R)
     forward_R, backward_R, transfer_R = ranges.forward_XR[at], ranges.backward_XR[at], ranges.transfer_XR[at]
-    weights = _Weights(setting.interference, ranges)
-    loads_WR = weights.sum(
-        [
-            (weights.forward[..., COMPUTE], forward_R),
-            (weights.backward[..., COMPUTE], backward_R),
-        ]
-    )
-    loads_WR += transfer_R
+    weights = _weights(setting.interference)
+    forward_WC, backward_WC = weights
+    loads_WR = np.outer(forward_WC[:, COMPUTE], forward_R) + np.outer(backward_WC[:, COMPUTE], backward_R) + transfer_R
     # Copies beside a backward never make it faster.
-    loads_WR += weights.is_alone_W[:, None] * (backward_R + ranges.exposed_XR[at])
+    loads_WR += np.outer(~backward_WC.any(axis=1), backward_R + ranges.exposed_XR[at])
     optimizer_R = (ranges.least_optimizer_XR if "optimizer" in setting.kinds else ranges.optimizer_XR)[at]
     pair_R = ranges.devices_R * (1 + int(ranges.layers_R.max(initial=0))) + ranges.layers_R
     begins_V = np.flatnonzero(np.diff(pair_R, prepend=-1))
@@ -218,12 +211,20 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
     )
 
 
-def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, weights: "_Weights") -> OffloadBounds:
+def _weights(interference: Interference | None) -> tuple[FloatArray, FloatArray]:
+    """Dual weights of forwards and backwards, wherever ranks with the same parameters are; axes ``WC``."""
+    near, far = (weights_of_passes(interference, across_nodes) for across_nodes in (False, True))
+    return np.minimum(near[0], far[0]), np.minimum(near[1], far[1])
+
+
+def _offload_bounds(
+    ranges: RangeBounds, position: Position, setting: Setting, weights: tuple[FloatArray, FloatArray]
+) -> OffloadBounds:
     assert setting.rates is not None
     to_device, to_host = 1 / setting.rates.to_device, 1 / setting.rates.to_host
     at, may, moves = POSITIONS.index(position), setting.kinds.__contains__, not setting.kinds <= {*UPDATED_KINDS}
     free_R = 1 - buffered_share(ranges.layers_R)[at]
-    forward, backward, alone = weights.forward, weights.backward, np.ones(weights.forward.shape[:2])
+    (_, _, forward_in_W, forward_out_W), (_, _, backward_in_W, backward_out_W) = (each_WC.T for each_WC in weights)
     # Behind the last layer of a stage without the tail nothing is computed.
     alone_R = np.minimum(ranges.top_R, ranges.activations_R) * (position != "last")
     own_R = np.maximum(ranges.activations_R - (0.0 if position == "last" else ranges.top_two_R), 0.0)
@@ -234,7 +235,7 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
     # What frees nothing has no price. Of ``n`` units' gradients one part at most is not waited for, and two stay.
     each_R = told_R / np.where(free_R > 0, free_R, 1.0)
     fetched = to_device * (setting.num_microbatches > 1)
-    around = forward[..., TO_HOST] * to_host + backward[..., TO_DEVICE] * to_device
+    around_W = forward_out_W * to_host + backward_in_W * to_device
     copied_R = ranges.is_told_R * (ranges.activations_R - alone_R)
     return OffloadBounds(
         others_R=ranges.activations_R * moves,
@@ -242,33 +243,12 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
         gradients_R=np.maximum(ranges.gradients_XR - ranges.least_gradients_XR, 0.0)[at]
         * (may("gradients") and setting.num_microbatches > 1),
         parameters_R=np.maximum(ranges.parameters_XR - ranges.least_parameters_XR, 0.0)[at] * may("parameters"),
-        activations_WR=weights.sum([(around, copied_R), ((to_host + to_device) * alone, ranges.is_told_R * alone_R)]),
-        gradients_WR=weights.sum(
-            [
-                (fetched * backward[..., TO_DEVICE], each_R),
-                (to_host * backward[..., TO_HOST], (each_R + told_R) / 2),
-            ]
-        ),
-        parameters_WR=weights.sum([(to_device * (forward[..., TO_DEVICE] + backward[..., TO_DEVICE]), told_R)]),
+        activations_WR=np.outer(around_W, copied_R) + (to_host + to_device) * ranges.is_told_R * alone_R,
+        gradients_WR=np.outer(fetched * backward_in_W, each_R)
+        + np.outer(to_host * backward_out_W, (each_R + told_R) / 2),
+        parameters_WR=np.outer(to_device * (forward_in_W + backward_in_W), told_R),
         least_ratio=setting.least_ratio * (not may("checkpoints")),
     )
-
-
-class _Weights:
-    """Dual weights for ranges, with axes ``NWC``, and weighted sums over ranges by where their ranks are."""
-
-    def __init__(self, interference: Interference | None, ranges: RangeBounds) -> None:
-        passes = zip(*(weights_of_passes(interference, across_nodes) for across_nodes in (False, True)), strict=True)
-        self.forward, self.backward = (np.stack(of_nodes) for of_nodes in passes)
-        self.is_alone_W = ~self.backward[0].any(axis=1)
-        self.is_across_R = ranges.is_across_R.astype(bool)
-
-    def sum(self, terms: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
-        """The sum of terms, each weights with axes ``NW`` and values with axis ``R``; has axes ``WR``."""
-        values_TR = np.stack([values_R for _, values_R in terms])
-        near_WR, far_WR = (np.stack([weights[node] for weights, _ in terms], axis=-1) @ values_TR for node in (0, 1))
-        sums_WR: FloatArray = np.where(self.is_across_R, far_WR, near_WR)
-        return sums_WR
 
 
 def stage_bounds(
