@@ -50,7 +50,7 @@ class MixedCostModel(PlanCosts):
         super().__init__()
         self.spec, self.cluster = spec, cluster
         given = _of_every_part(profiles, cluster)
-        self.profiles = tuple(
+        own = tuple(
             _catalogued(part) if profile is None else profile
             for part, profile in zip(cluster.parts, given, strict=True)
         )
@@ -59,7 +59,7 @@ class MixedCostModel(PlanCosts):
         ends = [(found, part.devices_per_node) for found, part in seams]
         self.parts = tuple(
             StageCostModel(spec, profile, part, seams=ends, memories=memories)
-            for part, profile in zip(cluster.parts, self.profiles, strict=True)
+            for part, profile in zip(cluster.parts, own, strict=True)
         )
         self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)
 
@@ -141,14 +141,12 @@ def cost_model(spec: ModelSpec, profiles: Profiles, cluster: AnyCluster) -> Cost
 
 def models_of(model: CostModel, devices: Iterable[int]) -> tuple[StageCostModel, ...]:
     """The models of the parts in which some devices lie."""
-    if isinstance(model, StageCostModel):
-        return (model,)
     return tuple(model.parts[part] for part in sorted({model.cluster.part_of(device) for device in devices}))
 
 
 def profiles_of(model: CostModel) -> tuple[HardwareProfile, ...]:
     """How fast the devices of every part are."""
-    return model.profiles if isinstance(model, MixedCostModel) else (model.profile,)
+    return tuple(part.profile for part in model.parts)
 
 
 def _of_every_part(profiles: Profiles, cluster: AnyCluster) -> tuple[HardwareProfile | None, ...]:

@@ -21,13 +21,12 @@ transfers that take no time. By as much as the step is longer with them, transfe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from lightning_mist.cost.time import TOLD, StageSeconds
 from lightning_mist.hardware import AnyCluster
-from lightning_mist.plan import Plan, ScheduleName
+from lightning_mist.plan import Plan
 from lightning_mist.schedule import StepRules
-from lightning_mist.schedule.program import Program, program_of
+from lightning_mist.schedule.program import program_of
 from lightning_mist.schedule.program_clock import finish, run
 from lightning_mist.schedule.seconds import ActionSeconds, PlanSeconds, plan_seconds, slot_seconds
 
@@ -120,13 +119,17 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
             last = seconds.gradients[group - 1] + _last_backward(front, plan.num_microbatches) + behind
         behind = max(last, once.reduce + once.step + once.gather)
         least = max(least, before + sum(each[chunk] for chunk in plan.chunks(group)) + behind)
-        before += stage.forward + (seconds.activations[group] if group + 1 < groups else 0.0)
+        before += _first_forward(stage) + (seconds.activations[group] if group + 1 < groups else 0.0)
     return least * (1 - (CUT if _is_cut(plan, rules) else DUST))
 
 
 def _lane_seconds(stage: ActionSeconds, count: int) -> float:
     """Seconds of all computations of a stage in a step."""
-    return count * stage.forward + (count - 1) * stage.backward + _last_backward(stage, 1)
+    return _first_forward(stage) + (count - 1) * (stage.forward + stage.backward) + _last_backward(stage, 1)
+
+
+def _first_forward(stage: ActionSeconds) -> float:
+    return stage.forward if stage.first_forward is None else stage.first_forward
 
 
 def _last_backward(stage: ActionSeconds, count: int) -> float:
@@ -178,15 +181,10 @@ def _is_cut(plan: Plan, rules: StepRules) -> bool:
 def _run(plan: Plan, seconds: PlanSeconds, rules: StepRules, count: int) -> float:
     once = [stage.epilogue for stage in seconds.stages[: plan.num_groups]]
     is_tied = plan.num_groups > 1 and any(item.tied > 0 for item in once)
-    program = _program(plan.num_stages, count, plan.schedule, plan.num_groups)
+    program = program_of(plan.num_stages, count, plan.schedule, num_groups=plan.num_groups)
     slots, sending = slot_seconds(seconds.stages), seconds.sent_crossings
     times = run(program, slots, seconds.crossings, rules, sending_seconds=sending)
     return finish(program, times, once, rules, is_tied=is_tied).makespan
-
-
-@lru_cache(maxsize=16)
-def _program(num_stages: int, num_microbatches: int, name: ScheduleName, num_groups: int) -> Program:
-    return program_of(num_stages, num_microbatches, name, num_groups=num_groups)
 
 
 def _spent(

@@ -13,7 +13,6 @@ from lightning_mist.cost.memory import NeedTerms, StageMemory
 from lightning_mist.cost.mixed_model import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times
 from lightning_mist.cost.roofline import step_work
-from lightning_mist.cost.stage_model import StageCostModel
 from lightning_mist.cost.time import StageSeconds
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
@@ -65,8 +64,7 @@ def with_units(model: CostModel, plan: Plan) -> Plan:
 
 def _units(model: CostModel, slot: StageSlot, candidates: StageCandidates) -> Iterator[tuple[str, tuple[float, ...]]]:
     # Where devices of several parts wait for each other, it is the slowest that is told of.
-    models = [model] if isinstance(model, StageCostModel) else model.models(slot)
-    slowest = max(models, key=lambda one: float(one.seconds(slot, candidates).steady_K[0]))
+    slowest = max(model.models(slot), key=lambda one: float(one.seconds(slot, candidates).steady_K[0]))
     for name, rows in slowest.channels(slot, candidates).items():
         yield f"channels.{name}", rows
     seconds, regions = model.region_seconds(*slot.computed), StageRegions.of(model.spec, candidates)

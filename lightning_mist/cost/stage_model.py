@@ -33,6 +33,7 @@ from lightning_mist.cost.inputs import PLANS, BoundedCache, FloatArray, Placed, 
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time import (
     EXCHANGED,
+    UNSHARDED,
     Beside,
     ChannelRows,
     CopyPlace,
@@ -153,6 +154,15 @@ class StageCostModel(PlanCosts):
         self._memories = {} if memories is None else memories
         self._ranks: dict[Variant, _Rank] = {}
 
+    @property
+    def parts(self) -> tuple["StageCostModel", ...]:
+        """The models of the devices of every part: devices that are alike are one."""
+        return (self,)
+
+    def models(self, slot: StageSlot) -> tuple["StageCostModel", ...]:
+        """The models of the devices that run a slot."""
+        return (self,)
+
     def with_memory(self, cluster: Cluster) -> "StageCostModel":
         """The same on a cluster that differs in the memory of its devices alone; shares what has been computed."""
         found = copy(self)
@@ -228,9 +238,9 @@ class StageCostModel(PlanCosts):
         terms = compute.terms(memory.costs(slot.rows), regions)
         beside = self.beside(slot, compute)
         none_K, place_K = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=np.int64)
-        unshard_K, again_K, scatter_K = none_K, none_K, none_K
+        shards = dict.fromkeys(("unshard_K", "again_K", "scatter_K", *UNSHARDED), none_K)
         if slot.shard_degree > 1 and candidates.zero_stage_K.max(initial=0) >= ZeroStage.GRADIENTS:
-            unshard_K, again_K, scatter_K = shared_seconds(beside, slot, regions, candidates.zero_stage_K)
+            shards = shared_seconds(beside, slot, regions, candidates.zero_stage_K)
         forward_ring_K, ring_K = self._ring(slot, compute, regions)
         backward_K = terms["backward_K"] + terms["recompute_K"]
         once = reductions(*self._machine, slot, candidates, memory.holdings.of(candidates), backward_K)
@@ -252,9 +262,7 @@ class StageCostModel(PlanCosts):
             **terms,
             **dict.fromkeys(EXCHANGED, none_K),
             accumulate_K=np.minimum(slower * passes.accumulate_K, terms["backward_K"]),
-            unshard_K=unshard_K,
-            again_K=again_K,
-            scatter_K=scatter_K,
+            **shards,
             ring_K=ring_K,
             forward_ring_K=forward_ring_K,
             copies_K=none_K,

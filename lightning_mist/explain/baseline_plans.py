@@ -37,11 +37,10 @@ from time import thread_time
 from types import MappingProxyType
 from typing import Any
 
-from lightning_mist.cost import MixedCostModel, profiles_of
+from lightning_mist.cost import profiles_of
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.explain.explanation import closed_form_of, differences, kind_of
-from lightning_mist.hardware import HardwareProfile
 from lightning_mist.hardware.catalog import with_stack
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import OFFLOADED, Plan, SearchSpace, step_rates
@@ -300,7 +299,7 @@ def _best(planner: Planner, asked: Asked, rival: Rival, refused: str) -> Compare
     """
     if refused and rival.offloads:
         return ComparedPlan(name=rival.name, plan=None, reason=refused)
-    if isinstance(planner.model, MixedCostModel) and rival.spaces is _mist:
+    if len(planner.cluster.parts) > 1 and rival.spaces is _mist:
         return ComparedPlan(name=rival.name, plan=None, reason="not for unlike devices: all its stages have the same")
     fused = _fused(planner) if rival.is_fused else None
     found = _searched(fused or planner, asked, rival)
@@ -343,8 +342,8 @@ def _seconds(plan: Plan) -> float:
 
 def _fused(planner: Planner) -> Planner | None:
     """A planner of the same with fused kernels; none where they are not known, or the planner's own."""
-    profile = planner.profile
-    if not isinstance(profile, HardwareProfile) or profile.stack != "eager" or planner.cluster.kind != "cuda":
+    profile, *others = profiles_of(planner.model)
+    if others or profile.stack != "eager" or planner.cluster.kind != "cuda":
         return None
     if not profile.source.startswith("catalog") or planner.spec.seconds:
         return None

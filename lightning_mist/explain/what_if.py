@@ -14,7 +14,13 @@ from lightning_mist.hardware import (
     usable_host_bytes,
 )
 from lightning_mist.plan import Plan, SearchSpace
-from lightning_mist.tuner.space import host_bytes_of_each, tensor_share, usable_bytes
+from lightning_mist.tuner.space import (
+    host_bytes_of_each,
+    least_of_stages,
+    tensor_share,
+    usable_bytes,
+    usable_of_parts,
+)
 from lightning_mist.units import format_bytes
 
 MORE_BYTES = 2**30
@@ -43,24 +49,12 @@ class Machine:
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that tensors may take on each device of every stage of a plan."""
-        return tuple(min(self._usable(part) for part in self._parts(stage.devices)) for stage in plan.stages)
+        return least_of_stages(plan, self.cluster, usable_of_parts(self.cluster, self.memory_limit))
 
     def host_limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes of host memory that each device of every stage may use."""
-        limit = self.host_memory_limit
-        return tuple(
-            min(host_bytes_of_each(part, limit) for part in self._parts(stage.devices)) for stage in plan.stages
-        )
-
-    def _parts(self, devices: tuple[int, ...]) -> list[Cluster]:
-        """The parts of the cluster in which some devices lie."""
-        return [self.cluster.parts[index] for index in sorted({self.cluster.part_of(device) for device in devices})]
-
-    def _usable(self, part: Cluster) -> float:
-        limit = self.memory_limit
-        if isinstance(self.cluster, MixedCluster) and limit is not None:
-            limit = min(limit, part.device.memory_bytes)  # One limit for unlike devices: none has more than it has.
-        return usable_bytes(part, limit)
+        each = [host_bytes_of_each(part, self.host_memory_limit) for part in self.cluster.parts]
+        return least_of_stages(plan, self.cluster, each)
 
 
 def better_machines(

@@ -10,7 +10,8 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.schedule import ActionKind, Simulation, Span, simulate_plan
-from lightning_mist.schedule.action import SENDS
+from lightning_mist.schedule.action import SENDS, Action
+from lightning_mist.schedule.program import are_again
 from lightning_mist.units import format_seconds
 
 BarKind = Literal[
@@ -181,11 +182,12 @@ def timeline_of(plan: Plan, simulation: Simulation | None = None) -> Timeline:
 
 
 def _lane(plan: Plan, group: int, spans: Sequence[Span], terms: Sequence[dict[str, float]]) -> Lane:
-    chunks = plan.chunks(group)
+    chunks, shown = plan.chunks(group), [span for span in spans if span.action.kind in _COMPUTE]
+    again = are_again((span.action.stage, span.action.kind) for span in shown)
     return Lane(
         label=f"stage{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}",
         devices=ranges(plan.stages[group].devices),
-        work=tuple(bar for span in spans if span.action.kind in _COMPUTE for bar in _bars(plan, span, terms)),
+        work=tuple(bar for item in zip(shown, again, strict=True) for bar in _bars(plan, *item, terms)),
         sends=tuple(
             Bar("send", span.start, span.end, span.action.stage // plan.num_groups, span.action.microbatch)
             for span in spans
@@ -232,12 +234,12 @@ def _passes(plan: Plan, group: int, spans: Sequence[Span]) -> Iterator[Pass]:
         yield Pass((1.0, end - start, end - start, 0.0, 0.0, 0.0) if end > start else (), ((start, end),))
 
 
-def _bars(plan: Plan, span: Span, terms: Sequence[dict[str, float]]) -> Iterator[Bar]:
+def _bars(plan: Plan, span: Span, is_again: bool, terms: Sequence[dict[str, float]]) -> Iterator[Bar]:
     """An action in its parts: what is recomputed comes first, what computation waits for last."""
     action = span.action
     chunk, microbatch = action.stage // plan.num_groups, action.microbatch
     at, kind = span.start, _COMPUTE[action.kind]
-    before, behind = _parts(action.kind, terms[action.stage], span.end - span.start)
+    before, behind = _parts(action, is_again, terms[action.stage], span.end - span.start)
     compute = span.end - span.start - sum(seconds for _, seconds in (*before, *behind))
     for part, seconds in (*before, (kind, compute), *behind):
         if seconds > 0:
@@ -248,20 +250,28 @@ def _bars(plan: Plan, span: Span, terms: Sequence[dict[str, float]]) -> Iterator
 _Parts = list[tuple[BarKind, float]]
 
 
-def _parts(kind: ActionKind, terms: dict[str, float], seconds: float) -> tuple[_Parts, _Parts]:
+def _parts(action: Action, is_again: bool, terms: dict[str, float], seconds: float) -> tuple[_Parts, _Parts]:
     """What an action has before and behind what it is named for, as ``(kind, seconds)``; never more than it takes."""
 
     def of(*names: str) -> float:
         return sum(terms.get(f"{name}_seconds", 0.0) for name in names)
 
+    kind, is_first = action.kind, action.microbatch == 0
     before: _Parts = []
     behind: _Parts = []
     if kind is ActionKind.FORWARD:
-        behind = [("collectives", of("unshard") / 2 + of("forward_ring")), ("copies", of("forward_copies"))]
+        more = of("begin") if is_first else is_again * of("forward_again")
+        behind = [
+            ("collectives", of("forward_unshard", "forward_ring") + more),
+            ("copies", of("forward_copies")),
+        ]
     elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
         before = [("recompute", of("recompute"))]
         behind = [
-            ("collectives", of("unshard") / 2 + of("scatter", "ring") - of("forward_ring")),
+            (
+                "collectives",
+                of("backward_unshard", "scatter", "ring") - of("forward_ring") + is_again * of("backward_again"),
+            ),
             ("copies", of("copies") - of("forward_copies")),
         ]
     elif kind is ActionKind.OPTIMIZER_STEP:

@@ -5,8 +5,9 @@ order in which it is sent. A *crossing* is a boundary in one direction: ``2 b`` 
 next, ``2 b + 1`` for their gradients on the way back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from lightning_mist.plan import ScheduleName
 from lightning_mist.schedule.action import (
@@ -31,7 +32,7 @@ KINDS = (
 """Computations by their number."""
 
 PLACES = 4
-"""Of microbatches: one in the middle, the first, the last, and one that is both first and last."""
+"""Of computations: of the first microbatch or of another, that follow another of their stage's, or do not."""
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 
@@ -59,12 +60,33 @@ class Program:
     has_transfers: bool
 
 
-def slot_of(stage: int, kind: ActionKind, microbatch: int, last: int) -> int:
-    """Number of all computations that take equally long."""
-    place = (microbatch == 0) + 2 * (microbatch == last)
-    return (stage * len(KINDS) + _NUMBER[kind]) * PLACES + place
+def slot_of(stage: int, kind: ActionKind, *, is_first: bool, is_again: bool) -> int:
+    """Number of all computations that take equally long.
+
+    Args:
+        is_first: Whether it is of the first microbatch.
+        is_again: As :func:`are_again` has it.
+    """
+    return (stage * len(KINDS) + _NUMBER[kind]) * PLACES + is_first + 2 * is_again
 
 
+def are_again(order: Iterable[tuple[int, ActionKind]]) -> Iterator[bool]:
+    """Whether each computation of a group begins where the one before did not end.
+
+    A backward begins with the units with which a forward of its stage has ended, and the other way round. Behind
+    anything else these are not there any more. Gradients of weights alone need no parameters.
+    """
+    before = None
+    for stage, kind in order:
+        if kind is ActionKind.BACKWARD_WEIGHT:
+            yield False
+            continue
+        is_forward = kind is ActionKind.FORWARD
+        yield before not in (None, (stage, not is_forward))
+        before = stage, is_forward
+
+
+@lru_cache(maxsize=16)
 def program_of(
     num_stages: int, num_microbatches: int, name: ScheduleName = "1f1b", *, num_groups: int | None = None
 ) -> Program:
@@ -102,7 +124,7 @@ class _Part:
     """What all computations of a kind on a stage have in common.
 
     Attributes:
-        slot: Slot of those in the middle of a batch.
+        slot: The first of their slots.
         needed: The crossing of what they wait for; -1 if they wait for nothing.
         sent: The crossing of what they send; -1 if they send nothing.
     """
@@ -122,7 +144,8 @@ def _parts(num_stages: int) -> list[dict[ActionKind, _Part]]:
         handed, returned = (2 * stage if stage < last else -1), (2 * stage - 1 if stage > 0 else -1)
         ends = {ActionKind.FORWARD: (input_of, handed), ActionKind.BACKWARD_WEIGHT: (-1, -1)}
         ends |= dict.fromkeys(INPUT_BACKWARDS, (gradient_of, returned))
-        found.append({kind: _Part(slot_of(stage, kind, 1, 2), *ends[kind]) for kind in KINDS})
+        slots = {kind: slot_of(stage, kind, is_first=False, is_again=False) for kind in KINDS}
+        found.append({kind: _Part(slots[kind], *ends[kind]) for kind in KINDS})
     return found
 
 
@@ -175,7 +198,7 @@ def _build(
         received = _lowered_receives(links, group, order) if places is None else _given_receives(links, places[group])
         for position, link in received:
             posts[position] += (2 * link,)
-        lines.append(_line(links, order, posts, num_microbatches - 1))
+        lines.append(_line(links, order, posts))
         first.append(posts[0])
     return Program(
         num_stages=num_stages,
@@ -187,17 +210,14 @@ def _build(
     )
 
 
-def _line(links: _Links, order: Order, posts: Sequence[tuple[int, ...]], last: int) -> tuple[Step, ...]:
+def _line(links: _Links, order: Order, posts: Sequence[tuple[int, ...]]) -> tuple[Step, ...]:
     """The computations of a group, each with what is posted behind it."""
     line: list[Step] = []
-    for position, (stage, kind, microbatch) in enumerate(order, 1):
-        part, behind = links.parts[stage][kind], posts[position]
-        if part.sent >= 0:
-            behind = (2 * links.link[part.sent] + 1, *behind)
-        slot = part.slot
-        if microbatch in (0, last):
-            slot = slot_of(stage, kind, microbatch, last)
-        needed = part.needed
+    again = are_again((stage, kind) for stage, kind, _ in order)
+    for (stage, kind, microbatch), posted, is_again in zip(order, posts[1:], again, strict=True):
+        part = links.parts[stage][kind]
+        behind = posted if part.sent < 0 else (2 * links.link[part.sent] + 1, *posted)
+        slot, needed = part.slot + (microbatch == 0) + 2 * is_again, part.needed
         if needed < 0:
             line.append((slot, -1, 0, behind))
         else:

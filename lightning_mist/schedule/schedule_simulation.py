@@ -15,6 +15,7 @@ each, take ``(G V + P - 1) t`` under interleaved 1F1B.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
@@ -30,7 +31,7 @@ from lightning_mist.schedule.action import (
 )
 from lightning_mist.schedule.chrome_trace import Span
 from lightning_mist.schedule.lowering import lower
-from lightning_mist.schedule.program import Program, program_of_lists
+from lightning_mist.schedule.program import Program, are_again, program_of_lists
 from lightning_mist.schedule.program_clock import Epilogue, EpilogueTimes, StepRules, Times, finish, run
 from lightning_mist.schedule.seconds import (
     ActionSeconds,
@@ -114,7 +115,7 @@ def simulate(
     rules = rules or StepRules()
     program, crossings = program_of_lists(schedule), crossing_seconds(activation_seconds, gradient_seconds)
     sending = crossing_seconds(sent_activation_seconds, sent_gradient_seconds)
-    seconds = _Durations(stages, crossings, sending, forwards - 1, schedule)
+    seconds = _Durations(stages, crossings, sending, schedule)
     times = run(program, slot_seconds(stages), crossings, rules, sending_seconds=sending)
     present = {action.kind for actions in schedule for action in actions}
     epilogues = [seconds.epilogue(group, actions) for group, actions in enumerate(schedule)]
@@ -164,10 +165,13 @@ class _Durations:
         stages: Sequence[ActionSeconds],
         receiving: Sequence[float],
         sending: Sequence[float],
-        last: int,
         schedule: Schedule,
     ) -> None:
-        self._stages, self._receiving, self._sending, self._last = stages, receiving, sending, last
+        self._stages, self._receiving, self._sending = stages, receiving, sending
+        self._again: set[Action] = set()
+        for actions in schedule:
+            own = [action for action in actions if action.kind in COMPUTATIONS]
+            self._again.update(compress(own, are_again((action.stage, action.kind) for action in own)))
         for action in (action for actions in schedule for action in actions):
             duration = self.of(action)
             if not 0.0 <= duration < float("inf"):
@@ -177,7 +181,7 @@ class _Durations:
         """Seconds of an action."""
         stage = self._stages[action.stage]
         if action.kind in COMPUTATIONS:
-            return stage.of(action.kind, is_first=action.microbatch == 0, is_last=action.microbatch == self._last)
+            return stage.of(action.kind, is_first=action.microbatch == 0, is_again=action in self._again)
         if action.kind in SENDS:
             return self._sending[_crossing(action)]
         if action.kind in RECEIVES:

@@ -1,5 +1,6 @@
 """How long actions take."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -7,7 +8,7 @@ from itertools import pairwise
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule.action import ActionKind
-from lightning_mist.schedule.program import KINDS
+from lightning_mist.schedule.program import KINDS, PLACES, program_of
 from lightning_mist.schedule.program_clock import Epilogue
 
 
@@ -16,10 +17,15 @@ class ActionSeconds:
     """How long the actions of one stage take, in seconds.
 
     Attributes:
+        forward: A forward that follows a backward of its stage.
+        backward: A backward that follows a forward of its stage.
         weight: The part of the backward that makes gradients of weights, ``W`` where backward is split; ``I`` is the
             rest.
+        first_forward: Forward of the first microbatch, if it takes another time: its stage begins with no unit there.
         first_backward: Backward of the first microbatch, if it takes another time: gradients are made that later ones
             are added to. Where backwards are split it is ``W`` that is shorter or longer, but takes no less than 0.
+        forward_again: How much longer other forwards take that follow no backward of their stage.
+        backward_again: How much longer backwards take that follow no forward of their stage.
         reduce_tied: ``REDUCE_TIED``; the longest of all stages counts.
     """
 
@@ -28,7 +34,8 @@ class ActionSeconds:
     weight: float = 0.0
     first_forward: float | None = None
     first_backward: float | None = None
-    last_backward: float | None = None
+    forward_again: float = 0.0
+    backward_again: float = 0.0
     reduce: float = 0.0
     reduce_tied: float = 0.0
     step: float = 0.0
@@ -39,16 +46,17 @@ class ActionSeconds:
         """What happens once per batch."""
         return Epilogue(reduce=self.reduce, tied=self.reduce_tied, step=self.step, gather=self.gather)
 
-    def of(self, kind: ActionKind, *, is_first: bool, is_last: bool) -> float:
-        """Seconds of a computation."""
+    def of(self, kind: ActionKind, *, is_first: bool, is_again: bool) -> float:
+        """Seconds of a computation; see :func:`~lightning_mist.schedule.program.slot_of`."""
         if kind is ActionKind.FORWARD:
-            return self.first_forward if is_first and self.first_forward is not None else self.forward
+            if is_first and self.first_forward is not None:
+                return self.first_forward
+            return self.forward + is_again * self.forward_again
         backward, weight = self.backward, self.weight
-        if is_last and self.last_backward is not None:
-            backward = self.last_backward
-        elif is_first and self.first_backward is not None:
+        if is_first and self.first_backward is not None:
             backward = self.first_backward
             weight = max(0.0, weight + self.first_backward - self.backward)
+        backward += is_again * self.backward_again
         return {
             ActionKind.BACKWARD: backward,
             ActionKind.BACKWARD_INPUT: backward - weight,
@@ -63,9 +71,19 @@ def slot_seconds(stages: Sequence[ActionSeconds]) -> list[float]:
 
 def _of_stage(stage: ActionSeconds) -> Iterator[float]:
     for kind in KINDS:
-        for is_last in (False, True):
+        for is_again in (False, True):
             for is_first in (False, True):
-                yield stage.of(kind, is_first=is_first, is_last=is_last)
+                yield stage.of(kind, is_first=is_first, is_again=is_again)
+
+
+def batch_seconds(plan: Plan, stages: Sequence[ActionSeconds]) -> list[tuple[float, float]]:
+    """Seconds of all forwards of a batch and of all backwards, of every stage of a plan."""
+    program = program_of(plan.num_stages, plan.num_microbatches, plan.schedule, num_groups=plan.num_groups)
+    times = Counter(slot for line in program.lines for slot, *_ in line)
+    each = [times[slot] * seconds for slot, seconds in enumerate(slot_seconds(stages))]
+    count, forwards = len(KINDS) * PLACES, PLACES * (KINDS.index(ActionKind.FORWARD) + 1)
+    begins = range(0, len(each), count)
+    return [(sum(each[at : at + forwards]), sum(each[at + forwards : at + count])) for at in begins]
 
 
 def crossing_seconds(activation_seconds: Sequence[float], gradient_seconds: Sequence[float]) -> list[float]:
@@ -122,7 +140,7 @@ def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSecond
     """How long everything in a plan takes.
 
     Terms are those that :class:`~lightning_mist.plan.PredictedStage` has in its ``breakdown``; one that is missing
-    takes no time. Unsharding is shared out evenly over forward and backward.
+    takes no time.
     """
     groups = plan.num_groups
     once = [
@@ -146,16 +164,20 @@ def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSecond
 def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> ActionSeconds:
     """A stage's actions from its terms, and from those of its group of what happens once per batch."""
 
-    def of(name: str) -> float:
-        return term.get(f"{name}_seconds", 0.0)
+    def of(name: str, other: float = 0.0) -> float:
+        return term.get(f"{name}_seconds", other)
 
-    parts = ("ring", "copies", "overhead")
-    forward = of("forward") + of("unshard") / 2 + sum(of(f"forward_{name}") for name in parts)
-    backward = of("backward") + of("recompute") + of("unshard") / 2 + of("scatter")
+    # Plans of older versions know the mean of a batch only.
+    half, parts = of("unshard") / 2, ("ring", "copies", "overhead")
+    forward = of("forward") + of("forward_unshard", half) + sum(of(f"forward_{name}") for name in parts)
+    backward = of("backward") + of("recompute") + of("backward_unshard", half) + of("scatter")
     backward += sum(of(name) - of(f"forward_{name}") for name in parts)
     return ActionSeconds(
         forward=forward,
         backward=backward,
+        first_forward=forward + of("begin"),
+        forward_again=of("forward_again"),
+        backward_again=of("backward_again"),
         first_backward=max(0.0, backward - of("accumulate")),
         weight=of("weight"),
         reduce=once["reduce_seconds"],

@@ -5,6 +5,7 @@ All of it happens on rank 0, between steps; the other ranks need to know nothing
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from lightning_mist.hardware import (
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Feature, Plan, Predicted, SearchSpace
 from lightning_mist.runtime.support import executed_offload
+from lightning_mist.schedule.seconds import batch_seconds, plan_seconds
 from lightning_mist.strategy.run_report import Measured
 
 if TYPE_CHECKING:
@@ -174,7 +176,19 @@ class Learner:
 _Terms = dict[Term, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_PASSES: dict[Term, tuple[str, ...]] = {
+    "forward": ("forward", "recompute"),
+    "backward": ("backward", "accumulate"),
+    "communication": (
+        *("forward_unshard", "backward_unshard", "begin", "forward_again", "backward_again"),
+        *("scatter", "ring", "forward_ring"),
+    ),
+    "overhead": ("overhead", "forward_overhead"),
+}
+"""Terms of passes, by what corrects them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Prediction:
     plan: Plan
     corrections: Sequence[Correction]
@@ -189,6 +203,22 @@ class _Prediction:
     def shared(self, index: int, *names: str) -> float:
         """Uncorrected terms of what a stage's ranks exchange."""
         return sum(self.raw(index, name, "communication") for name in names)
+
+    def passes(self, index: int, *, is_backward: bool) -> _Terms:
+        """Uncorrected terms of all forwards of a batch of a stage, or of all its backwards."""
+        names = _PASSES if self.has_overheads else {term: _PASSES[term] for term in _PASSES if term != "overhead"}
+        found = {term: self._batches[term][index][is_backward] for term in names}
+        return {term: seconds for term, seconds in found.items() if seconds}
+
+    @cached_property
+    def _batches(self) -> dict[Term, list[tuple[float, float]]]:
+        """By what corrects it, seconds of the forwards and of the backwards of every stage."""
+        indices = range(self.plan.num_stages)
+        found = {}
+        for term, names in _PASSES.items():
+            terms = [{f"{name}_seconds": self.raw(index, name, term) for name in names} for index in indices]
+            found[term] = batch_seconds(self.plan, plan_seconds(self.plan, terms).stages)
+        return found
 
     def overhead(self, index: int, name: str) -> float:
         """An uncorrected term of the runtime's own Python."""
@@ -259,26 +289,11 @@ def _kinds(plan: Plan, knows_layers: bool) -> list[_Kind]:
 
 
 def _forward(prediction: _Prediction, index: int) -> _Terms:
-    count = prediction.plan.num_microbatches
-    return {
-        "forward": count * prediction.raw(index, "forward", "forward"),
-        "communication": count * (prediction.shared(index, "unshard") / 2 + prediction.shared(index, "forward_ring")),
-        "overhead": count * prediction.overhead(index, "forward_overhead"),
-    }
+    return prediction.passes(index, is_backward=False)
 
 
 def _backward(prediction: _Prediction, index: int) -> _Terms:
-    count = prediction.plan.num_microbatches
-    ring = prediction.shared(index, "ring") - prediction.shared(index, "forward_ring")
-    every = prediction.shared(index, "unshard") / 2 + prediction.shared(index, "scatter") + ring
-    overhead = prediction.overhead(index, "overhead") - prediction.overhead(index, "forward_overhead")
-    backward, first = (prediction.raw(index, name, "backward") for name in ("backward", "accumulate"))
-    return {
-        "backward": count * backward - first,
-        "forward": count * prediction.raw(index, "recompute", "forward"),
-        "communication": count * every,
-        "overhead": count * overhead,
-    }
+    return prediction.passes(index, is_backward=True)
 
 
 def _reduction(prediction: _Prediction, index: int) -> _Terms:
@@ -287,7 +302,7 @@ def _reduction(prediction: _Prediction, index: int) -> _Terms:
 
 def _backward_and_reduction(prediction: _Prediction, index: int) -> _Terms:
     terms = _backward(prediction, index)
-    return terms | {"communication": terms["communication"] + _reduction(prediction, index)["communication"]}
+    return terms | {"communication": terms.get("communication", 0.0) + _reduction(prediction, index)["communication"]}
 
 
 def _update(prediction: _Prediction, index: int) -> _Terms:

@@ -14,7 +14,7 @@ from lightning_mist.plan import Plan, StepRates
 from lightning_mist.plan.plan_tables import per_second
 from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.schedule.seconds import ActionSeconds, plan_seconds
+from lightning_mist.schedule.seconds import batch_seconds, plan_seconds
 from lightning_mist.units import format_bytes, format_seconds
 
 STEP, CLOSURE, FORWARD = "step", "closure", "forward"
@@ -75,10 +75,7 @@ def predicted_times(plan: Plan) -> tuple[StageTimes, ...]:
     if not all("forward_seconds" in stage for stage in terms):
         return ()
     every = plan_seconds(plan, terms).stages
-    found = [
-        StageTimes(forward_seconds=plan.num_microbatches * stage.forward, backward_seconds=_backwards(plan, stage))
-        for stage in every
-    ]
+    found = [StageTimes(forward_seconds=item[0], backward_seconds=item[1]) for item in batch_seconds(plan, every)]
     for group in range(plan.num_groups):
         chunks, stage = plan.chunks(group), every[group]
         once = max(terms[chunk].get("once_seconds", 0.0) for chunk in chunks)
@@ -92,12 +89,6 @@ def predicted_times(plan: Plan) -> tuple[StageTimes, ...]:
             other_seconds=once,
         )
     return tuple(found)
-
-
-def _backwards(plan: Plan, stage: ActionSeconds) -> float:
-    """Backwards of all microbatches; the first may be shorter."""
-    first = stage.backward if stage.first_backward is None else stage.first_backward
-    return first + (plan.num_microbatches - 1) * stage.backward
 
 
 def step_times(recorded: Iterable[Recorded], first: int, *, overlaps: bool = False) -> dict[int, StageTimes]:

@@ -38,7 +38,7 @@ from lightning_mist.tuner.candidates import (
 )
 from lightning_mist.tuner.inter_stage import InterStageProblem, Pipeline, heads_of, least_peak, tails_of
 from lightning_mist.tuner.options import OPTIONS
-from lightning_mist.tuner.search import MixedStages, Stages
+from lightning_mist.tuner.search import Stages
 from lightning_mist.tuner.space import Role, role_of, tensor_share
 from lightning_mist.units import format_bytes, format_bytes_up, parse_bytes
 
@@ -168,13 +168,9 @@ def kept_bytes(model: CostModel) -> float:
 
 def held_bytes(stages: Stages) -> float:
     """Bytes that all devices may use together with their hosts; infinite where a host has no limit."""
-    parts = (
-        zip(stages.parts, stages.sizes, strict=True)
-        if isinstance(stages, MixedStages)
-        else ((stages, stages.space.world_size),)
-    )
     return sum(
-        count * (part.memory_limit + (part.host_limit if part.space.offload_ratios else 0.0)) for part, count in parts
+        count * (part.memory_limit + (part.host_limit if part.space.offload_ratios else 0.0))
+        for part, count in zip(stages.parts, stages.sizes, strict=True)
     )
 
 
@@ -215,12 +211,7 @@ def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.
     Raises:
         InfeasibleError: Always.
     """
-    space, search = intra.space, intra.space.search
-    pipelines = (
-        intra.pipelines
-        if isinstance(intra, MixedStages)
-        else tuple(Pipeline(*numbers, ()) for numbers in space.pipelines())
-    )
+    space, search, pipelines = intra.space, intra.space.search, intra.pipelines
     if not pipelines:
         raise InfeasibleError(
             f"no plan of the search space uses all {space.world_size} devices with {space.global_batch_size} rows: "
@@ -247,7 +238,7 @@ def _with_more_host(
     intra: Stages, pipelines: tuple[Pipeline, ...], make_plan: MakePlan, look: LeastMemory
 ) -> Plan | None:
     """The plan that fits with the least host memory, if host memory is what is missing."""
-    if not intra.space.offload_ratios or all(np.isinf(own.host_limit) for own in _each(intra)):
+    if not intra.space.offload_ratios or all(np.isinf(own.host_limit) for own in intra.parts):
         return None
     for wanted in ("device without host limit", "host"):
         plan, _ = _least(intra, pipelines, make_plan, replace(look, wanted=wanted))
@@ -257,11 +248,6 @@ def _with_more_host(
         if any(peak > limit for peak, limit in zip(peaks, intra.limits(plan), strict=True)):
             return None
     return plan
-
-
-def _each(intra: Stages) -> tuple[IntraStage, ...]:
-    """Who makes the stages of each part."""
-    return (*intra.parts, intra.together) if isinstance(intra, MixedStages) else (intra,)
 
 
 def _least(
@@ -286,25 +272,23 @@ def _least(
 
 
 def _problem(intra: Stages, pipeline: Pipeline, look: LeastMemory) -> InterStageProblem:
-    """What every stage needs at least, in place of seconds: bytes, on unlike devices as parts of what there is."""
+    """What every stage needs at least, in place of seconds: bytes, as a part of what there is."""
     stages, microbatches, order = pipeline
-    if not isinstance(intra, MixedStages):
-        slots = [_by_memory(intra, index, stages, microbatches, look) for index in range(stages)]
-    elif stages == 1:
+    if stages == 1:
         one = _by_memory(intra.together, 0, 1, microbatches, look)
-        slots = [_as_parts(one, _limit(intra.together, look), EVERY_PART)]
+        slots = [_as_parts(one, _limit(intra.together, look), EVERY_PART if len(intra.parts) > 1 else 0)]
     else:
         slots = [_in_some_part(intra, pipeline, index, look) for index in range(stages)]
     return InterStageProblem(
         num_layers=intra.space.num_layers,
-        num_devices=intra.sizes if isinstance(intra, MixedStages) else (intra.space.world_size,),
+        num_devices=intra.sizes,
         num_microbatches=microbatches,
         slots=tuple(slots),
         order=order or (0,),
     )
 
 
-def _in_some_part(intra: MixedStages, pipeline: Pipeline, index: int, look: LeastMemory) -> SlotChoices:
+def _in_some_part(intra: Stages, pipeline: Pipeline, index: int, look: LeastMemory) -> SlotChoices:
     """What a stage of several needs at least in each part in which it may lie, wherever those next to it do."""
     stages, microbatches, order = pipeline
     places = tails_of(order, stages - 1 - index, (stages,)) if index else heads_of(order, stages)

@@ -5,7 +5,7 @@ All that are near the best are then run on the clock, and the fastest there is t
 (:mod:`lightning_mist.tuner.select.selection`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from time import thread_time
@@ -14,28 +14,15 @@ from lightning_mist.collector import collector_paused
 from lightning_mist.cost import (
     MixedCostModel,
     Profiles,
-    StageCostModel,
     cost_model,
     profiles_of,
 )
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import AnyCluster, HardwareProfile
+from lightning_mist.hardware import AnyCluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import MOST_LAYERS, Plan, SearchSpace
-from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late, too_large
-from lightning_mist.tuner.inter_stage import Pipeline
-from lightning_mist.tuner.search import (
-    AlikePipelines,
-    MixedStages,
-    Outcome,
-    Pipelines,
-    ProvenBounds,
-    Stages,
-    mixed_stages,
-    search_copies,
-    search_pipelines,
-)
+from lightning_mist.tuner.search import Outcome, ProvenBounds, Stages, search_copies, search_pipelines
 from lightning_mist.tuner.select import (
     Alternative,
     TuneResult,
@@ -50,9 +37,7 @@ from lightning_mist.tuner.space import (
     USABLE_MEMORY,
     Space,
     apply,
-    host_bytes_of_each,
     host_notes,
-    usable_bytes,
     with_offload,
 )
 from lightning_mist.units import format_bytes
@@ -77,8 +62,8 @@ class Planner:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
         self._proven = ProvenBounds()
-        # The stages of the last search on unlike devices.
-        self._last: dict[Space, MixedStages] = {}
+        # The stages of the last search.
+        self._last: dict[Space, Stages] = {}
 
     def with_memory(self, memory_bytes: Sequence[int]) -> "Planner":
         """The same on devices with other memory; what has been computed and proven is shared.
@@ -98,25 +83,6 @@ class Planner:
         found.cluster = found.model.cluster
         return found
 
-    @property
-    def alike(self) -> StageCostModel:
-        """What stages cost on any of the devices, if they are all alike.
-
-        Raises:
-            PlanError: If they are not.
-        """
-        if isinstance(self.model, MixedCostModel):
-            raise PlanError(
-                f"cluster {self.cluster.text}: stages cost the same on any device only if all are alike; name one of "
-                "its parts"
-            )
-        return self.model
-
-    @property
-    def profile(self) -> HardwareProfile | tuple[HardwareProfile, ...]:
-        """How fast the devices are, of every part if they are unlike."""
-        return self.model.profiles if isinstance(self.model, MixedCostModel) else self.model.profile
-
     def space(self, global_batch_size: int, search: SearchSpace | None = None) -> Space:
         """The search space at a batch size.
 
@@ -135,35 +101,28 @@ class Planner:
         memory_limit: int | None = None,
         host_memory_limit: int | None = None,
         more: float = 0.0,
-    ) -> IntraStage:
-        """What stages may be and cost; the same for a search and for what it is compared with.
+    ) -> Stages:
+        """What stages may be and cost; shares with those of the last call what does not depend on memory.
 
         Args:
             memory_limit: Bytes of each device that may be used in all.
             host_memory_limit: Bytes of host memory of each node that offloading may take.
             more: Bytes that tensors may take on each device beyond that.
-
-        Raises:
-            PlanError: If the devices are unlike.
         """
-        model = self.alike
-        limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        return IntraStage(model, space, limit + more, host_limit=host)
+        found = Stages(self.model, space, memory_limit, host_memory_limit, more, self._last.get(space))
+        self._last.clear()
+        self._last[space] = found
+        return found
 
     def _look(
         self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float, below: float
     ) -> tuple[Stages, Outcome]:
         """Search the pipelines, with so many more bytes on each device, for plans below so many seconds."""
-        stages: Stages
-        pipelines: Pipelines
-        if isinstance(self.model, MixedCostModel):
-            stages = pipelines = mixed_stages(self.model, space, *limits, more, self._last.get(space))
-            self._last.clear()
-            self._last[space] = pipelines
+        stages = self.stages(space, *limits, more)
+        if too_large(stages):
+            outcome = Outcome.nothing(len(stages.pipelines))
         else:
-            stages = self.stages(space, *limits, more)
-            pipelines = AlikePipelines(stages)
-        outcome = _search(stages, pipelines, deadline, below, self._proven.of(stages))
+            outcome = search_pipelines(stages, deadline, below, self._proven.of(stages))
         self._proven.add(stages, outcome.bounds)
         return stages, outcome
 
@@ -201,7 +160,7 @@ class Planner:
             space,
         )
         # Of devices that are all alike some may share rows.
-        context = fastest_with_context(stages) if isinstance(stages, IntraStage) else None
+        context = fastest_with_context(stages.parts[0]) if len(stages.parts) == 1 else None
         if outcome.winner is None and context is not None:
             return _shared_rows(stages, context, outcome, began)
         if outcome.winner is None and outcome.is_late:
@@ -247,14 +206,6 @@ def tune(
         host_memory_limit=host_memory_limit,
         search=search,
     )
-
-
-def _search(
-    stages: Stages, pipelines: Pipelines, deadline: float, below: float, known: Mapping[Pipeline, float]
-) -> Outcome:
-    if too_large(stages):
-        return Outcome.nothing(sum(len(group.counts) for group in pipelines.groups))
-    return search_pipelines(pipelines, deadline, below, known)
 
 
 def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | None, int | None]) -> TuneResult:
@@ -346,16 +297,15 @@ def unshared(plan: Plan, search: SearchSpace) -> tuple[str, ...]:
 def _context_notes(stages: Stages) -> tuple[str, ...]:
     """Why rows are not shared among so many devices as was asked for."""
     degrees, notes = known_contexts(stages.space, stages.model.spec.module_map)
-    if isinstance(stages, IntraStage) or not (degrees or notes):
+    if len(stages.parts) == 1 or not (degrees or notes):
         return notes
     return ("without context parallelism: it is not tried on devices that are not all alike",)
 
 
 def _part_notes(stages: Stages) -> Iterable[str]:
     """What was ruled out on a part of a mixed cluster, and not on all."""
-    if isinstance(stages, MixedStages):
-        for part, own in zip(stages.model.cluster.parts, stages.spaces, strict=True):
-            yield from (f"on {part.text} {note}" for note in own.notes if note not in stages.space.notes)
+    for part, own in zip(stages.model.cluster.parts, stages.spaces, strict=True):
+        yield from (f"on {part.text} {note}" for note in own.notes if note not in stages.space.notes)
 
 
 def _numbers(stages: Stages, plan: Plan, asked: int | None, asked_of_host: int | None) -> Iterable[str]:
@@ -374,9 +324,8 @@ def _numbers(stages: Stages, plan: Plan, asked: int | None, asked_of_host: int |
     yield from (words[name] for name in words if name in sources)
     if compiled and "rates" in sources:
         yield f"{model.spec.compiled}: their kernels are priced as --stack says, which is eagerly unless asked for"
-    limits = stages.part_limits if isinstance(stages, MixedStages) else (stages.memory_limit,)
     names = (part.device.name for part in model.cluster.parts)
-    for name, limit in dict.fromkeys(zip(names, limits, strict=True)):
+    for name, limit in dict.fromkeys(zip(names, (part.memory_limit for part in stages.parts), strict=True)):
         if asked is None or limit < asked:
             whole = f"the memory of {name}" if asked is None else "memory_limit"
             yield (

@@ -48,7 +48,8 @@ def test_zero_bubble_fills_the_bubble_with_weight_gradients(microbatches):
 
 def test_what_is_waited_for_is_part_of_what_waits():
     terms = {
-        "unshard": 2,
+        "forward_unshard": 1,
+        "backward_unshard": 1,
         "scatter": 4,
         "recompute": 1,
         "ring": 3,
@@ -61,6 +62,14 @@ def test_what_is_waited_for_is_part_of_what_waits():
     zero_bubble = plan("zb-h1", 2)
     assert clocked_seconds(zero_bubble, waiting) == clocked_seconds(zero_bubble, longer)
     assert clocked_seconds(zero_bubble, plain) < clocked_seconds(zero_bubble, longer)
+
+
+def test_warming_up_and_cooling_down_take_what_their_passes_do():
+    more = {"begin": 0.5, "forward_again": 0.125, "backward_again": 0.25}
+    made = plan("1f1b", 1, microbatches=4)
+    assert clocked_seconds(made, [stage(forward=1, backward=2, **more)]) == 12.5
+    made = plan("gpipe", 1, microbatches=4)
+    assert clocked_seconds(made, [stage(forward=1, backward=2, **more)]) == 12.5 + 3 * 0.375
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])

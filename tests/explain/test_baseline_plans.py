@@ -108,12 +108,12 @@ def test_rivals_are_priced_with_their_own_kernels_on_machines_of_the_catalog():
         is_fused = name.startswith("Megatron-LM")
         assert item.stack == ("fused" if is_fused else "")
         if item.plan is not None and name in NAMES[:8]:
-            stack = with_stack(planner.profile, "fused" if is_fused else "eager")
+            stack = with_stack(planner.model.profile, "fused" if is_fused else "eager")
             assert item.plan.predicted == predict(network, stack, machine, item.plan)
     own = compare_plans(items["DDP"].plan, items.values())
     assert all("kernels of another stack (fused)" in note for note in faster_notes(own) if note.startswith("Megatron"))
     # Of a planner for fused kernels all are.
-    fused = Planner(network, machine, profile=with_stack(planner.profile, "fused"))
+    fused = Planner(network, machine, profile=with_stack(planner.model.profile, "fused"))
     assert {item.stack for item in baselines(fused, global_batch_size=16, search=SMALL)} == {""}
     assert not any(item.stack for item in found().values())
 

@@ -139,7 +139,7 @@ def test_the_plan_without_a_technique_is_predicted_as_by_hand():
             replace(stage, checkpointing=replace(stage.checkpointing, layers=0)) for stage in result.plan.stages
         ),
     )
-    expected = predict(NETWORK, planner.profile, planner.cluster, bare)
+    expected = predict(NETWORK, planner.model.profile, planner.cluster, bare)
     assert item.switched_off.plan.predicted == expected
     assert item.switched_off.missing_bytes == max(stage.peak_bytes for stage in expected.stages) - TIGHT > 0
 
@@ -182,8 +182,8 @@ def test_a_faster_link_is_predicted_for_the_same_plan_and_searched_for():
     planner, result, found = explained()
     item = next(item for item in found.what_ifs if "between the devices of a node" in item.change)
     faster = replace(
-        planner.profile,
-        collectives=tuple(replace(cost, bytes_per_second=2e8) for cost in planner.profile.collectives),
+        planner.model.profile,
+        collectives=tuple(replace(cost, bytes_per_second=2e8) for cost in planner.model.profile.collectives),
     )
     other = Planner(NETWORK, planner.cluster, profile=faster)
     assert item.same_plan.plan.predicted == predict_with(other.model, replace(result.plan, predicted=None))

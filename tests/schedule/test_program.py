@@ -44,17 +44,18 @@ def test_two_stages_by_hand():
     assert program.links == ((0, 0), (1, 1))
     assert program.senders == (0, 1)
     assert program.first == ((), (0,))
-    slots = [slot_of(0, ActionKind.FORWARD, index, 1) for index in (0, 1)]
+    slots = [slot_of(0, ActionKind.FORWARD, is_first=index == 0, is_again=index == 1) for index in (0, 1)]
     assert program.lines[0][:2] == ((slots[0], -1, 0, (1, 2)), (slots[1], -1, 0, (1,)))
     assert [step[1:] for step in program.lines[1]] == [(0, 0, (0,)), (-1, 0, (3,)), (0, 1, ()), (-1, 0, (3,))]
 
 
 def test_slots_are_all_different_and_dense():
     slots = [
-        slot_of(stage, kind, microbatch, last)
+        slot_of(stage, kind, is_first=is_first, is_again=is_again)
         for stage in range(3)
         for kind in KINDS
-        for microbatch, last in [(1, 2), (0, 2), (2, 2), (0, 0)]
+        for is_again in (False, True)
+        for is_first in (False, True)
     ]
     assert sorted(slots) == list(range(3 * len(KINDS) * PLACES))
 

@@ -39,7 +39,7 @@ def slow_within(lists, stages, received, sent):
                         break
                     # Nothing is received before it is being sent, and all of it only when all is sent.
                     clock[group] = max(max(clock[group], begun[source]) + takes, there[source])
-                clock[group] += stages[stage].of(action.kind, is_first=False, is_last=False)
+                clock[group] += stages[stage].of(action.kind, is_first=False, is_again=False)
                 if target is not None:
                     key = stage, "F" if letter == "F" else "B", index
                     begun[key] = clock[group]

@@ -174,9 +174,9 @@ def test_tied_gradients_are_summed_when_the_last_stage_is_there():
     assert ends == [[7.0], [7.0]]
 
 
-def test_first_and_last_microbatch_may_differ():
-    stage = ActionSeconds(forward=1, backward=1, first_forward=4, last_backward=6)
-    assert simulate(generate(1, 3), [stage]).makespan == 4 + 1 + 1 + 1 + 1 + 6
+def test_the_first_microbatch_may_differ():
+    stage = ActionSeconds(forward=1, backward=1, first_forward=4, first_backward=6)
+    assert simulate(generate(1, 3), [stage]).makespan == 4 + 6 + 1 + 1 + 1 + 1
 
 
 def predicted_plan(terms):
@@ -262,7 +262,7 @@ def test_a_plan_without_predictions_is_refused():
         ({"stages": []}, "stages has 0 entries: a schedule of 2 stages needs 2"),
         ({"activation_seconds": [1, 2]}, "activation_seconds has 2 entries: a schedule of 2 stages needs 1"),
         ({"gradient_seconds": [1, 2]}, "gradient_seconds has 2 entries: a schedule of 2 stages needs 1"),
-        ({"stages": [ActionSeconds(forward=-1, backward=0)] * 2}, "0F0 takes -1 seconds: times are finite"),
+        ({"stages": [ActionSeconds(forward=-1, backward=0)] * 2}, "0F0 takes -1.0 seconds: times are finite"),
         ({"sent_activation_seconds": [1, 2]}, "sent_activation_seconds has 2 entries: a schedule of 2 stages needs 1"),
         ({"sent_gradient_seconds": [1, 2]}, "sent_gradient_seconds has 2 entries: a schedule of 2 stages needs 1"),
         ({"gradient_seconds": [float("nan")]}, "0RECV_B0 takes nan seconds"),

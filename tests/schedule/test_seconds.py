@@ -1,22 +1,43 @@
+from itertools import compress, product
+
 import pytest
 
 from lightning_mist.plan import Plan, StageMesh, StagePlan
-from lightning_mist.schedule import ActionKind, ActionSeconds
-from lightning_mist.schedule.program import KINDS, slot_of
+from lightning_mist.schedule import ActionKind, ActionSeconds, generate
+from lightning_mist.schedule.program import KINDS, are_again, slot_of
 from lightning_mist.schedule.seconds import crossing_seconds, plan_seconds, slot_seconds
 
-STAGE = ActionSeconds(forward=3, backward=10, weight=4, first_forward=5, first_backward=8, last_backward=12)
+STAGE = ActionSeconds(
+    forward=3, backward=10, weight=4, first_forward=5, first_backward=8, forward_again=20, backward_again=70
+)
 
 
-def of(stage, kind, *, is_first=False, is_last=False):
-    return stage.of(kind, is_first=is_first, is_last=is_last)
+def of(stage, kind, *, is_first=False, is_again=False):
+    return stage.of(kind, is_first=is_first, is_again=is_again)
 
 
-def test_first_and_last_microbatches():
+def test_the_first_microbatch_and_passes_that_follow_their_like():
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
-    assert [of(STAGE, forward), of(STAGE, forward, is_first=True), of(STAGE, forward, is_last=True)] == [3, 5, 3]
-    assert [of(STAGE, backward), of(STAGE, backward, is_first=True), of(STAGE, backward, is_last=True)] == [10, 8, 12]
-    assert of(STAGE, backward, is_first=True, is_last=True) == 12
+    assert [of(STAGE, forward), of(STAGE, forward, is_first=True), of(STAGE, forward, is_again=True)] == [3, 5, 23]
+    assert [of(STAGE, backward), of(STAGE, backward, is_first=True), of(STAGE, backward, is_again=True)] == [10, 8, 80]
+    # A batch begins with no unit there anyway; its first backward may follow another stage's.
+    assert [of(STAGE, kind, is_first=True, is_again=True) for kind in (forward, backward)] == [5, 78]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "again"),
+    [
+        ("1f1b", {"0F1", "0B3"}),
+        ("gpipe", {*(f"{stage}{kind}{index}" for stage in (0, 1) for kind in "FB" for index in (1, 2, 3))}),
+        ("zb-h1", {"0F1", "0I3"}),
+    ],
+)
+def test_passes_follow_their_like_where_the_parameter_windows_say_so(schedule, again):
+    actions = generate(2, 4, schedule)
+    found = set()
+    for line in actions:
+        found |= {str(item) for item in compress(line, are_again((item.stage, item.kind) for item in line))}
+    assert found == again
 
 
 @pytest.mark.parametrize(("first", "wanted"), [(8, (6, 2)), (10, (6, 4)), (5, (5, 0)), (13, (6, 7))])
@@ -30,9 +51,9 @@ def test_what_the_first_backward_saves_is_saved_in_the_gradients_of_weights(firs
 def test_slots_are_numbered_as_in_programs():
     slots = slot_seconds([ActionSeconds(forward=1, backward=1), STAGE])
     for kind in KINDS:
-        for microbatch, last in [(0, 2), (1, 2), (2, 2), (0, 0)]:
-            wanted = of(STAGE, kind, is_first=microbatch == 0, is_last=microbatch == last)
-            assert slots[slot_of(1, kind, microbatch, last)] == wanted
+        for is_first, is_again in product((False, True), repeat=2):
+            place = {"is_first": is_first, "is_again": is_again}
+            assert slots[slot_of(1, kind, **place)] == of(STAGE, kind, **place)
 
 
 def test_crossings_come_in_pairs():
@@ -53,7 +74,11 @@ def test_terms_become_actions():
         "backward_seconds": 20.0,
         "recompute_seconds": 300.0,
         "weight_seconds": 7.0,
-        "unshard_seconds": 2000.0,
+        "forward_unshard_seconds": 1000.0,
+        "backward_unshard_seconds": 1250.0,
+        "begin_seconds": 16.0,
+        "forward_again_seconds": 64.0,
+        "backward_again_seconds": 128.0,
         "scatter_seconds": 30_000.0,
         "ring_seconds": 500_000.0,
         "forward_ring_seconds": 200_000.0,
@@ -76,7 +101,9 @@ def test_terms_become_actions():
     found = plan_seconds(make_plan(), [term, term])
     stage = found.stages[1]
     assert stage.forward == 1 + 1000 + 200_000 + 2e6 + 3e7
-    assert stage.backward == 20 + 300 + 1000 + 30_000 + 300_000 + 4e6 + 5e7
+    assert stage.first_forward == stage.forward + 16
+    assert (stage.forward_again, stage.backward_again) == (64, 128)
+    assert stage.backward == 20 + 300 + 1250 + 30_000 + 300_000 + 4e6 + 5e7
     assert stage.first_backward == stage.backward - 5
     assert stage.weight == 7
     assert (stage.reduce, stage.reduce_tied, stage.step, stage.gather) == (1.5, 2.5, 7.625, 5.5)

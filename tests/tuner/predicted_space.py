@@ -18,7 +18,7 @@ from lightning_mist.hardware import Link, MixedCluster
 from lightning_mist.model.spec import with_master_weights
 from lightning_mist.plan import OFFLOAD_KINDS, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.search import mixed_layout
+from lightning_mist.tuner.search import layout_of
 from lightning_mist.tuner.space import Shape
 from lightning_mist.tuner.space.applied_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
@@ -77,7 +77,7 @@ def whole_plan(instance, count, parts, row, edges):
             zero_stage=ZeroStage.OPTIMIZER if kind.shard else ZeroStage.NONE,
             **kind.method.settings(0),
         )
-        for kind, edge, devices in zip(row, edges, mixed_layout(instance.machine, degrees, parts), strict=True)
+        for kind, edge, devices in zip(row, edges, layout_of(instance.machine, degrees, parts), strict=True)
     )
     return Plan(
         global_batch_size=instance.global_batch_size,

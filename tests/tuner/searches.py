@@ -7,7 +7,6 @@ from lightning_mist.tuner.inter_stage.exact_solver import solve
 from lightning_mist.tuner.inter_stage.problem import InterStageProblem
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import search_loop as search
-from lightning_mist.tuner.search.pipelines import AlikePipelines
 from tests.specs import cluster, profile, spec
 
 
@@ -26,7 +25,7 @@ def each_by_itself(stages):
             num_layers=space.num_layers,
             num_devices=(space.world_size,),
             num_microbatches=num_microbatches,
-            slots=tuple(stages.frontier(index, num_stages, num_microbatches) for index in range(num_stages)),
+            slots=tuple(stages.together.frontier(index, num_stages, num_microbatches) for index in range(num_stages)),
         )
         found[num_stages, num_microbatches] = solve(problem).objective
     return found
@@ -34,4 +33,4 @@ def each_by_itself(stages):
 
 def searched(stages, deadline=np.inf, below=np.inf):
     """What a search of them comes to."""
-    return search.search_pipelines(AlikePipelines(stages), deadline, below)
+    return search.search_pipelines(stages, deadline, below)

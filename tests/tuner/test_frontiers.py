@@ -9,7 +9,7 @@ from lightning_mist.hardware import Link, MixedCluster
 from lightning_mist.plan import OFFLOADED, SearchSpace
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.candidates.choices import SlotChoices
-from lightning_mist.tuner.search import mixed_stages
+from lightning_mist.tuner.search import Stages
 from lightning_mist.tuner.space.applied_space import places_behind
 from tests.specs import cluster, profile, spec
 from tests.tuner.candidates.test_offload_search import MACHINES, NETWORKS, make
@@ -27,7 +27,7 @@ def test_slots_that_are_prepared_together(network, machine):
     together, moved = make(network, machine, limit=600_000), 0
     places = [*places_behind((2, 3, 4)), (0, 2), (0, 3), (0, 4)]
     assert places[:3] == [(1, 2), (1, 3), (1, 4)]
-    together.prepare([(*place, (), None) for place in places], 4)
+    together.frontiers([(*place, (), None) for place in places], 4)
     evaluated = together.evaluated
     for place in places:
         found = together.frontier(*place, 4)
@@ -45,7 +45,7 @@ def test_only_places_of_interest_are_looked_at_and_others_when_they_are_asked_fo
     others = some.copy()
     some[1, 1], others[2:, 1] = True, True
     # The same slot twice: both are of interest.
-    maker.prepare([(0, 2, (), some), (0, 2, (), others)], 4)
+    maker.frontiers([(0, 2, (), some), (0, 2, (), others)], 4)
     evaluated = maker.evaluated
     for mask in (some, others):
         maker.frontiers([(0, 2, (), mask)], 4)
@@ -80,7 +80,7 @@ def test_stages_that_differ_in_their_neighbours_parts_alone():
     space = planner.space(36, SearchSpace(offload=OFFLOADED, offload_ratios=(0.0, 0.5, 1.0), schedules=("1f1b",)))
 
     def part():
-        return mixed_stages(planner.model, space, 700_000, None).parts[1]
+        return Stages(planner.model, space, 700_000).parts[1]
 
     orders = [(0, 1, 2), (2, 1, 0), (0, 1, 1, 2), (2, 1, 1, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2), (1, 2, 0)]
     wishes = [(order.index(1), len(order), order, None) for order in orders]

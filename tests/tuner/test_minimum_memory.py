@@ -13,7 +13,7 @@ OFFLOAD = {"offload": ("optimizer", "activations"), "offload_ratios": (0.5, 1.0)
 
 def stages_of(host=None, **limits):
     planner = Planner(spec(4, measured=True), cluster(2), profile=profile())
-    return planner.stages(planner.space(4, SearchSpace(**{**OFFLOAD, **limits})), None, host)
+    return planner.stages(planner.space(4, SearchSpace(**{**OFFLOAD, **limits})), None, host).together
 
 
 def slot_of(intra):

@@ -7,7 +7,6 @@ import pytest
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
-from lightning_mist.tuner.search.pipelines import mixed_stages
 from lightning_mist.tuner.search.search_loop import COMPARED, search_pipelines
 from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance
@@ -30,7 +29,7 @@ def question(**search):
 def searched(asked, seconds=60.0):
     planner = asked.planner()
     space = planner.space(asked.global_batch_size, asked.search)
-    return search_pipelines(mixed_stages(planner.model, space, asked.memory_limit, None), thread_time() + seconds)
+    return search_pipelines(planner.stages(space, asked.memory_limit), thread_time() + seconds)
 
 
 def test_the_best_is_found_and_a_single_stage_beside_it():
@@ -89,9 +88,7 @@ def test_quick_bounds_are_no_more_than_what_plans_take():
             seed, offloading=float(seed % 4 == 0), unlike=1.0, equal_stages=even, fewer_loaders=even
         )
         planner = asked.planner()
-        stages = mixed_stages(
-            planner.model, planner.space(asked.global_batch_size, asked.search), asked.memory_limit, None
-        )
+        stages = planner.stages(planner.space(asked.global_batch_size, asked.search), asked.memory_limit)
         bounds = stages.quick_bounds()
         for key, item in search_pipelines(stages, thread_time() + 60).found.items():
             assert bounds[key] <= item.answer.objective * (1 + PRECISION)

@@ -45,4 +45,4 @@ from lightning_mist.cost.time.stage_seconds import (
     corrected_regions,
     corrected_terms,
 )
-from lightning_mist.cost.time.zero_seconds import Beside, shared_seconds
+from lightning_mist.cost.time.zero_seconds import UNSHARDED, Beside, shared_seconds

@@ -31,7 +31,8 @@ class StageSeconds(ArrayRecord):
         return_K: The part of ``transfer_K`` that receives the gradient of the output.
         send_K: The part of ``transfer_K`` that sends the output.
         send_back_K: The part of ``transfer_K`` that sends the gradient of the input.
-        unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
+        unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation, in the
+            mean of a batch; by passes it is what :class:`~lightning_mist.cost.time.Unsharding` says.
         again_K: What every further stage behind adds to ``unshard_K``, as far as microbatches are in flight between.
         scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
         ring_K: What sharing rows adds for one microbatch: exchanging keys and values, and waiting for each other.
@@ -61,6 +62,11 @@ class StageSeconds(ArrayRecord):
     send_back_K: FloatArray
     unshard_K: FloatArray
     again_K: FloatArray
+    forward_unshard_K: FloatArray
+    backward_unshard_K: FloatArray
+    begin_K: FloatArray
+    forward_again_K: FloatArray
+    backward_again_K: FloatArray
     scatter_K: FloatArray
     ring_K: FloatArray
     forward_ring_K: FloatArray
@@ -112,7 +118,8 @@ CORRECTED: tuple[tuple[Term, tuple[str, ...]], ...] = (
         "communication",
         (
             *("transfer", "arrival", "return", "send", "send_back"),
-            *("unshard", "again", "scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
+            *("unshard", "again", "forward_unshard", "backward_unshard", "begin", "forward_again", "backward_again"),
+            *("scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
         ),
     ),
     ("update", ("update",)),

@@ -57,16 +57,16 @@ class Beside:
         return least_XR
 
 
+UNSHARDED = ("forward_unshard_K", "backward_unshard_K", "begin_K", "forward_again_K", "backward_again_K")
+"""What unsharding adds to a forward that follows a backward of its stage, and to a backward that follows a forward;
+beyond that to the first forward of a batch, and to other forwards and backwards that follow no such pass."""
+
+
 def shared_seconds(
     beside: Beside, slot: StageSlot, regions: StageRegions, zero_stage_K: IntArray
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """What unsharding and reducing add to one microbatch, beyond computation, in the mean of a batch.
-
-    Returns:
-        Seconds of unsharding (ZeRO-3), what every further stage behind adds to them, as far as microbatches are in
-        flight between, and seconds of reducing (from ZeRO-2 on).
-    """
-    unshard_K, again_K, reduce_K = np.zeros((3, len(regions)))
+) -> dict[str, FloatArray]:
+    """What unsharding (ZeRO-3) and reducing (from ZeRO-2 on) add beyond computation, by term of a stage's seconds."""
+    terms = {name: np.zeros(len(regions)) for name in (*UNSHARDED, "scatter_K")}
     takes_turns, count = slot.schedule == "interleaved-1f1b", slot.num_microbatches
 
     def asked(zero_stage: ZeroStage) -> tuple[IntArray, SummedPasses]:
@@ -74,25 +74,28 @@ def shared_seconds(
         return at_J, beside.passes(np.full(len(at_J), zero_stage), regions.take(at_J))
 
     at_J, passes = asked(ZeroStage.GRADIENTS)
-    reduce_K[at_J] = passes.beyond(PassKind(ActionKind.BACKWARD))
+    terms["scatter_K"][at_J] = passes.beyond(PassKind(ActionKind.BACKWARD))
     at_J, passes = asked(ZeroStage.PARAMETERS)
     if beside.is_one_unit and not takes_turns:
         # Nothing ever takes its place.
-        unshard_K[at_J] = passes.regions.sums(beside.unshard_R) / count
-        return unshard_K, again_K, reduce_K
-    low_J, last_J = passes.regions.low_K, passes.regions.last_K
-    # One or two units never leave, but where chunks of other layers come between.
-    is_many_J = last_J - low_J >= (1 if takes_turns else 2)
-    alone_J = beside.unshard_R[low_J] * ((last_J == low_J) & takes_turns)
-    unshard_K[at_J] = -reduce_K[at_J]
-    for kind, times in zip(_KINDS, restarts(slot), strict=True):
-        here_J, away_J = (passes.beyond(PassKind(kind, away=away)) for away in (False, True))
-        more_J = np.where(is_many_J, passes.restarted(kind, here_J, away_J), alone_J)
-        once_J = (away_J - here_J) * (kind is ActionKind.FORWARD)
-        unshard_K[at_J] += here_J + (once_J + times * more_J) / count
-        if count > 1 and slot.schedule not in ("gpipe", "interleaved-1f1b"):
-            again_K[at_J] += more_J / count
-    return unshard_K, again_K, reduce_K
+        terms["begin_K"][at_J] = passes.regions.sums(beside.unshard_R)
+    else:
+        low_J, last_J = passes.regions.low_K, passes.regions.last_K
+        # One or two units never leave, but where chunks of other layers come between.
+        is_many_J = last_J - low_J >= (1 if takes_turns else 2)
+        alone_J = beside.unshard_R[low_J] * ((last_J == low_J) & takes_turns)
+        for kind, name in zip(_KINDS, ("forward", "backward"), strict=True):
+            here_J, away_J = (passes.beyond(PassKind(kind, away=away)) for away in (False, True))
+            terms[f"{name}_unshard_K"][at_J] = here_J
+            terms[f"{name}_again_K"][at_J] = np.where(is_many_J, passes.restarted(kind, here_J, away_J), alone_J)
+            if kind is ActionKind.FORWARD:
+                terms["begin_K"][at_J] = away_J - here_J
+        terms["backward_unshard_K"][at_J] -= terms["scatter_K"][at_J]
+    (forwards, backwards), adds = restarts(slot), count > 1 and slot.schedule not in ("gpipe", "interleaved-1f1b")
+    forward_K, backward_K, begin_K, forward_again_K, backward_again_K = (terms[name] for name in UNSHARDED)
+    once_K = begin_K + forwards * forward_again_K + backwards * backward_again_K
+    mean = {"unshard_K": forward_K + backward_K + once_K / count}
+    return terms | mean | {"again_K": adds * (forward_again_K + backward_again_K) / count}
 
 
 def restarts(slot: StageSlot) -> tuple[int, int]:

@@ -17,7 +17,7 @@ Array axes
     R  regions
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,27 +30,46 @@ from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.space import Space
 
 
-def quick_bounds(intra: IntraStage, space: Space) -> dict[tuple[int, int], float]:
-    """Step seconds that no plan of a pipeline goes below, whatever memory it needs.
+def quick_bounds(
+    parts: Sequence[IntraStage], together: IntraStage, sizes: Sequence[int], pipelines: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
+    """Step seconds that no plan of a pipeline goes below, whatever memory it needs and wherever its stages lie.
 
-    Every region takes at least its least time over all numbers of devices that a stage may have, and all devices
-    together at least its least time times devices. Every stage has a layer: with ``r`` the least seconds times devices
-    that any layer takes, stages of ``n_i`` devices take at least ``sum_i r / n_i >= r S^2 / N`` together.
+    If ``r_p`` are seconds times devices that a region takes at least in part ``p``, then with any weights ``w_p >= 0``
+    of which ``sum_p N_p w_p = 1`` no stage can take less than ``sum_R min_p w_p r_p`` on average, and the slowest takes
+    at least that (linear programming duality). Every stage has a layer: with ``r`` the least seconds times devices that
+    any layer takes anywhere, stages of ``n_i`` devices take at least ``sum_i r / n_i >= r S^2 / N`` together. A single
+    stage takes as long as on any of its devices.
+
+    Args:
+        parts: What stages in every part may be.
+        together: What a single stage may be.
+        sizes: Devices of every part.
+        pipelines: Numbers of stages and of microbatches.
     """
-    region_seconds: dict[int, tuple[IntArray, FloatArray]] = {}
+    world, num_layers = sum(sizes), together.space.num_layers
+    known: dict[tuple[int, Space, int], tuple[IntArray, FloatArray]] = {}
     result = {}
-    for num_stages, num_microbatches in space.pipelines():
-        if num_microbatches not in region_seconds:
-            region_seconds[num_microbatches] = _region_seconds(intra, space, num_microbatches)
-        devices_N, region_NR = region_seconds[num_microbatches]
-        most, least = space.world_size - num_stages + 1, space.world_size if num_stages == 1 else 1
-        inside_N = (devices_N >= least) & (devices_N <= most)
-        region_NR, taken_R = region_NR[inside_N], (region_NR * devices_N[:, None])[inside_N].min(axis=0)
-        slowest = float(taken_R.sum()) / space.world_size
-        total = float(region_NR.min(axis=0).sum())
-        layer = float(taken_R[1 : space.num_layers + 1].min(initial=np.inf))
-        stages = layer * num_stages**2 / space.world_size if space.num_layers else 0.0
-        result[num_stages, num_microbatches] = (num_microbatches - 1) * slowest + max(total, slowest, stages)
+    for num_stages, count in pipelines:
+        most, least_PR, work_PR = world - num_stages + 1, [], []
+        for number, part in enumerate(parts):
+            space = together.space if num_stages == 1 else part.space
+            if (number, space, count) not in known:
+                known[number, space, count] = _region_seconds(part, space, count)
+            devices_N, region_NR = known[number, space, count]
+            inside_N = devices_N == world if num_stages == 1 else devices_N <= most
+            least_PR.append(region_NR[inside_N].min(axis=0))
+            work_PR.append((region_NR * devices_N[:, None])[inside_N].min(axis=0))
+        if num_stages == 1:
+            result[num_stages, count] = count * max(float(least_R.sum()) for least_R in least_PR)
+            continue
+        alone_P = np.array([work_R.sum() for work_R in work_PR])
+        speed_P = np.divide(alone_P[0], alone_P, out=np.ones(len(parts)), where=alone_P > 0)
+        slowest = float((work_PR * speed_P[:, None]).min(axis=0).sum()) / float((sizes * speed_P).sum())
+        total = float(np.min(least_PR, axis=0).sum())
+        layer = min(float(work_R[1 : num_layers + 1].min(initial=np.inf)) for work_R in work_PR)
+        each = layer * num_stages**2 / world if num_layers else 0.0
+        result[num_stages, count] = (count - 1) * slowest + max(total, slowest, each)
     return result
 
 
@@ -98,7 +117,7 @@ class PipelineBounds:
     """Lower bounds of pipelines; keeps what it has found.
 
     Attributes:
-        parts: Those of the stages in every part of the cluster, or of all if devices are alike.
+        parts: Those of the stages in every part of the cluster.
         num_devices: Devices of every part.
     """
 
@@ -107,23 +126,19 @@ class PipelineBounds:
     num_devices: tuple[int, ...]
     _found: dict[tuple[frozenset[str], PipelineGroup], tuple[float, float]] = field(default_factory=dict)
 
-    def let_offload(self, kinds: frozenset[str]) -> None:
-        """Say which kinds of state may be offloaded."""
-        for part in self.parts:
-            part.kinds = kinds
-
-    def bound(self, group: PipelineGroup, below: float, deadline: float = np.inf) -> float:
+    def bound(self, group: PipelineGroup, below: float, deadline: float, kinds: frozenset[str]) -> float:
         """Step seconds that no pipeline of a group goes below, as far as they are less than ``below``.
 
         Args:
             below: Seconds from which on it does not matter; finite.
             deadline: Value of ``thread_time()`` at which to stop with what has been found.
+            kinds: Kinds of state that may be offloaded.
         """
-        key = self.parts[0].kinds, group
+        key = kinds, group
         bound, asked = self._found.get(key, (0.0, 0.0))
         # One below what was asked for is one of the problem, whatever is asked for.
         if asked <= bound < below:
-            family = self._family(group, group.counts, below)
+            family = self._family(group, group.counts, below, kinds)
             # A pipeline with a stage that is left out takes at least as long.
             bound = below
             if family.heads:
@@ -133,15 +148,17 @@ class PipelineBounds:
             self._found[key] = bound, below
         return min(bound, below)
 
-    def open_stages(self, group: PipelineGroup, counts: Sequence[int], below: float) -> OpenStages:
+    def open_stages(
+        self, group: PipelineGroup, counts: Sequence[int], below: float, kinds: frozenset[str]
+    ) -> OpenStages:
         """What stages can have of pipelines with some of a group's numbers of stages that take less than ``below``."""
-        return open_stages(self._family(group, counts, below), below)
+        return open_stages(self._family(group, counts, below, kinds), below)
 
-    def _family(self, group: PipelineGroup, counts: Sequence[int], below: float) -> Family:
+    def _family(self, group: PipelineGroup, counts: Sequence[int], below: float, kinds: frozenset[str]) -> Family:
         """The pipelines that take fewer seconds than ``below``, with lower bounds of stages for choices."""
         bottleneck = below / group.num_microbatches * ROOM
-        order = group.parts or (0,)
-        made = [self.parts[part].choices(group.num_microbatches, bottleneck) for part in order]
+        order = group.parts
+        made = [self.parts[part].choices(group.num_microbatches, bottleneck, kinds) for part in order]
         if len(order) == 1:
             return Family.of(self.num_layers, self.num_devices, group.num_microbatches, counts, made[0], order)
         joined: dict[tuple[int, ...], SlotChoices] = {}

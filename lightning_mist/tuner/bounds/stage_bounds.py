@@ -458,7 +458,6 @@ class PartBounds:
 
     Attributes:
         memory_limit: Bytes that a device may use.
-        kinds: Kinds of state that may be offloaded.
         part: Which part of the cluster these devices are.
         num_parts: How many parts the cluster has.
     """
@@ -467,7 +466,6 @@ class PartBounds:
     space: Space
     slot_of: SlotOf
     memory_limit: float
-    kinds: frozenset[str] = frozenset()
     part: int = 0
     num_parts: int = 1
     _ranges: dict[int, tuple[float, RangeBounds]] = field(default_factory=dict)
@@ -480,13 +478,19 @@ class PartBounds:
         if self.memory_limit == like.memory_limit:
             self._known = like._known
 
-    def choices(self, num_microbatches: int, bottleneck: float) -> Callable[[int, int], SlotChoices]:
-        """By stage and number of stages, lower bounds up to a bottleneck time as choices; equal ones are the same."""
-        known = self._known.get((self.kinds, num_microbatches))
+    def choices(
+        self, num_microbatches: int, bottleneck: float, kinds: frozenset[str]
+    ) -> Callable[[int, int], SlotChoices]:
+        """By stage and number of stages, lower bounds up to a bottleneck time as choices; equal ones are the same.
+
+        Args:
+            kinds: Kinds of state that may be offloaded.
+        """
+        known = self._known.get((kinds, num_microbatches))
         if known is None or known.bottleneck < bottleneck:
             for key in [key for key, item in self._known.items() if len(item.ranges) > MOST_KEPT]:
                 del self._known[key]
-            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
+            known = self._known[kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck, kinds)
         made: dict[tuple[Position, int], SlotChoices] = {}
 
         def choices(stage_index: int, num_stages: int) -> SlotChoices:
@@ -511,28 +515,26 @@ class PartBounds:
             )
         return self._seams[num_microbatches]
 
-    def _prepared(self, num_microbatches: int, bottleneck: float) -> _Known:
+    def _prepared(self, num_microbatches: int, bottleneck: float, kinds: frozenset[str]) -> _Known:
         neighbours = [(other, self.part, other) for other in range(self.num_parts)] if self.num_parts > 1 else [()]
         own = (self.part,) * len(neighbours[0])
-        slots, setting = slots_of(self.space, self.slot_of, num_microbatches, own), self._setting(num_microbatches)
+        slots = slots_of(self.space, self.slot_of, num_microbatches, own)
         up_to, ranges = self._ranges.get(num_microbatches, (0.0, None))
         if ranges is None or up_to < bottleneck:
             ranges = range_bounds(self.model, self.space, slots, bottleneck, neighbours)
             if len(ranges) <= MOST_KEPT:
                 self._ranges[num_microbatches] = bottleneck, ranges
         batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
-        limit = self.memory_limit - batch_bytes
-        return _Known(bottleneck=bottleneck, memory_limit=limit, ranges=ranges, setting=setting)
-
-    def _setting(self, num_microbatches: int) -> Setting:
         machine = self.model.profile, self.model.cluster
-        return Setting(
-            kinds=self.kinds,
-            rates=copy_rates(*machine) if self.kinds else None,
+        setting = Setting(
+            kinds=kinds,
+            rates=copy_rates(*machine) if kinds else None,
             interference=interference_of(*machine),
             num_microbatches=num_microbatches,
             least_ratio=min(self.space.offload_ratios, default=0.0),
         )
+        limit = self.memory_limit - batch_bytes
+        return _Known(bottleneck=bottleneck, memory_limit=limit, ranges=ranges, setting=setting)
 
 
 def _choices(

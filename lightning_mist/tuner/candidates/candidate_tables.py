@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, MixedCostModel, StageCandidates, StageSlot
+from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.batched_stages import StageCosts, evaluate
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, covered, prefix_sums
 from lightning_mist.cost.memory import Moments, PeakParts
@@ -189,7 +189,7 @@ class _Lines:
         """Seconds that each computes at least per microbatch, recomputation included."""
         first_E, least_E = self.start_E + 1, np.zeros(len(self.start_E))
         # On unlike devices it takes as long as on any of them.
-        for own in model.models(slot) if isinstance(model, MixedCostModel) else (model,):
+        for own in model.models(slot):
             seconds = own.region_seconds(*slot.computed)
             again, both = prefix_sums(seconds.recompute_R), prefix_sums(seconds.forward_R + seconds.backward_R)
             recomputed_E = again[first_E + self.checkpointed_E] - again[first_E]

@@ -55,6 +55,9 @@ part of the cluster to another."""
 FrontierKey = tuple[TableKey, int, int]
 """What tells frontiers apart: the table, the stages behind as far as they count, a number for the moments."""
 
+Frontier = tuple[float, BoolArray | None, SlotChoices]
+"""Choices, the bottleneck up to which they hold, and of which numbers of devices and layers."""
+
 Place = tuple[int, int, tuple[int, ...]]
 """A stage, the number of stages, and the parts of the cluster in which these lie, if it has unlike ones."""
 
@@ -91,29 +94,21 @@ class IntraStage:
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if like is None else like._tables
         self._ranges: dict[Role, LayerRanges] = {}
-        # Frontiers and the bottleneck up to which they hold, by how many stages and which moments they are for.
-        self._frontiers: dict[FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
+        # Frontiers and the bottleneck up to which they hold, by how many stages and which moments they are for; those
+        # that may offload, and those with all state resident.
+        self._frontiers: tuple[dict[FrontierKey, Frontier], dict[FrontierKey, Frontier]] = {}, {}
         # What tells the frontiers of a place from others, with its moments; numbers of these.
         self._keys: dict[tuple[Place, int], tuple[FrontierKey, Moments]] = {}
         self._numbers: dict[Moments, int] = {}
-        self._search = OffloadSearch(
-            model=model,
-            grid=RatioGrid.of(space.search, space.offload_ratios),
-            memory_limit=memory_limit,
-            host_limit=host_limit,
+        self._searches = tuple(
+            OffloadSearch(
+                model=model,
+                grid=RatioGrid.of(space.search, ratios),
+                memory_limit=memory_limit,
+                host_limit=host_limit,
+            )
+            for ratios in (space.offload_ratios, ())
         )
-
-    def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
-        """Let frontiers have what offloads these parts of state.
-
-        Args:
-            ratios: Fractions in (0, 1].
-            deadline: Value of ``thread_time()`` from which on nothing more is evaluated for it.
-        """
-        grid = RatioGrid.of(self.space.search, ratios)
-        if grid.each != self._search.grid.each:
-            self._frontiers.clear()
-        self._search = replace(self._search, grid=grid, deadline=deadline)
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""
@@ -129,10 +124,28 @@ class IntraStage:
         """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated."""
         return self.frontiers([(stage_index, num_stages, (), None)], num_microbatches, slowest)[0]
 
-    def frontiers(self, asked: Sequence[Wish], num_microbatches: int, slowest: float = np.inf) -> list[SlotChoices]:
-        """The choices of several slots at once, which is faster than one after another; see :meth:`frontier`."""
-        self.prepare(asked, num_microbatches, slowest)
-        found = (self._frontiers[self._frontier_key(item[:3], num_microbatches)[0]][2] for item in asked)
+    def frontiers(
+        self,
+        asked: Sequence[Wish],
+        num_microbatches: int,
+        slowest: float = np.inf,
+        *,
+        resident: bool = False,
+        deadline: float = np.inf,
+    ) -> list[SlotChoices]:
+        """The choices of several slots at once, which is faster than one after another; see :meth:`frontier`.
+
+        Args:
+            resident: Whether all state stays on the device.
+            deadline: Value of ``thread_time()`` from which on nothing more is evaluated.
+
+        Raises:
+            TimeIsUpError: If it comes before they are.
+        """
+        resident |= not self.space.offload_ratios
+        self._prepare(asked, num_microbatches, slowest, resident=resident, deadline=deadline)
+        keys = (self._frontier_key(item[:3], num_microbatches)[0] for item in asked)
+        found = (self._frontiers[resident][key][2] for key in keys)
         return [self._inside(item[:3], choices, slowest, item[3]) for item, choices in zip(asked, found, strict=True)]
 
     def _inside(
@@ -145,8 +158,11 @@ class IntraStage:
             kept_K &= among_NL[found.devices_K, found.layers_K]
         return found if kept_K.all() else found.take(kept_K)
 
-    def prepare(self, asked: Iterable[Wish], num_microbatches: int, slowest: float = np.inf) -> None:
+    def _prepare(
+        self, asked: Iterable[Wish], num_microbatches: int, slowest: float, *, resident: bool, deadline: float
+    ) -> None:
         """Work out what frontiers of several slots need at once, up to ``slowest`` steady seconds."""
+        frontiers = self._frontiers[resident]
         every: dict[FrontierKey, tuple[Place, Stage]] = {}
         for item in asked:
             key, moments = self._frontier_key(item[:3], num_microbatches)
@@ -155,7 +171,7 @@ class IntraStage:
             every[key] = item[:3], Stage(moments=moments, behind=key[1], among_NL=among_NL)
         wanted: dict[TableKey, dict[FrontierKey, tuple[Place, Stage]]] = {}
         for key, found in every.items():
-            bottleneck, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
+            bottleneck, known_NL, _ = frontiers.get(key, (-np.inf, None, None))
             if bottleneck * ROOM < slowest or not covers(known_NL, found[1].among_NL):
                 wanted.setdefault(key[0], {})[key] = found
         places = {
@@ -164,11 +180,12 @@ class IntraStage:
         }
         self._make_tables(places, num_microbatches, slowest)
         shared = [(self._tables[key], [stage for _, stage in some.values()]) for key, some in wanted.items()]
-        found_of_tables, evaluated = self._search.frontiers(shared, slowest)
+        search = replace(self._searches[resident], deadline=deadline)
+        found_of_tables, evaluated = search.frontiers(shared, slowest)
         self.evaluated += evaluated
-        for some, frontiers in zip(wanted.values(), found_of_tables, strict=True):
-            for (key, (_, stage)), choices in zip(some.items(), frontiers, strict=True):
-                self._frontiers[key] = slowest, stage.among_NL, choices
+        for some, of_table in zip(wanted.values(), found_of_tables, strict=True):
+            for (key, (_, stage)), choices in zip(some.items(), of_table, strict=True):
+                frontiers[key] = slowest, stage.among_NL, choices
 
     def _frontier_key(self, place: Place, num_microbatches: int) -> tuple[FrontierKey, Moments]:
         """What tells the frontiers of a slot from others, and its moments."""

@@ -23,7 +23,7 @@ PRECISION = 1e-9
 class Pipeline(NamedTuple):
     """Numbers of stages and microbatches, and the parts of the cluster in the order in which a batch passes them.
 
-    The only stage of a pipeline has all parts, of which there is one if devices are alike; then none are named.
+    The only stage of a pipeline has all parts; then none are named.
     """
 
     num_stages: int

@@ -1,13 +1,4 @@
 """Branch and bound over numbers of stages and microbatches."""
 
-from lightning_mist.tuner.search.pipelines import (
-    AlikePipelines,
-    MixedStages,
-    Pipelines,
-    ProvenBounds,
-    Stages,
-    mixed_layout,
-    mixed_stages,
-    space_of,
-)
+from lightning_mist.tuner.search.pipelines import ProvenBounds, Stages, layout_of, space_of
 from lightning_mist.tuner.search.search_loop import COMPARED, Outcome, search_copies, search_pipelines

@@ -49,7 +49,7 @@ from lightning_mist.tuner.inter_stage import (
     solve_family,
 )
 from lightning_mist.tuner.options import OPTIONS
-from lightning_mist.tuner.search.pipelines import Pipelines, Stages
+from lightning_mist.tuner.search.pipelines import Stages
 from lightning_mist.tuner.space import Space, divisors
 
 
@@ -67,7 +67,7 @@ class SearchState:
         is_stopped: Whether some were not because time was up.
     """
 
-    pipelines: Pipelines
+    pipelines: Stages
     bounds: dict[Pipeline, float]
     deadline: float
     patience: float
@@ -78,7 +78,7 @@ class SearchState:
     is_stopped: bool = False
 
     @classmethod
-    def of(cls, pipelines: Pipelines, deadline: float, below: float, known: Mapping[Pipeline, float]) -> "SearchState":
+    def of(cls, pipelines: Stages, deadline: float, below: float, known: Mapping[Pipeline, float]) -> "SearchState":
         """Before anything is found, with ``deadline`` as ``thread_time()`` tells it, and some ``known`` bounds."""
         patience, quick = max(deadline, thread_time() + OPTIONS.first_seconds), pipelines.quick_bounds()
         bounds = {key: max(bound, known.get(key, 0.0)) for key, bound in quick.items()}
@@ -155,19 +155,24 @@ class SearchState:
             else:
                 heapq.heappush(waiting, (self.raise_bound(group, cutoff()), True, group))
 
-    def optima(self, group: PipelineGroup, counts: list[int], below: float) -> dict[Pipeline, Incumbent]:
+    def optima(
+        self, group: PipelineGroup, counts: list[int], below: float, *, resident: bool = False
+    ) -> dict[Pipeline, Incumbent]:
         """The best answers of some numbers of stages of a group that take fewer seconds than ``below``.
+
+        Args:
+            resident: Whether all state stays on the device.
 
         Raises:
             TimeIsUpError: If there is no time left to evaluate their stages.
         """
         self.solved |= {group.pipeline(count) for count in counts}
         if group.counts == (1,):
-            problem = self.pipelines.single(group.num_microbatches, below=below)
+            problem = self.pipelines.single(group.num_microbatches, below=below, resident=resident, deadline=self.end)
             answers = {1: solve(problem, below=below, deadline=self.deadline)}
             problems = {1: problem}
         else:
-            family = self.pipelines.family(group, counts, below=below)
+            family = self.pipelines.family(group, counts, below=below, resident=resident, deadline=self.end)
             answers = solve_each(family, dict.fromkeys(family.heads, below), deadline=self.deadline)
             problems = {count: family.problem(count) for count in answers}
         return {
@@ -196,7 +201,6 @@ def beside(state: SearchState, near: dict[Pipeline, Incumbent], least: float) ->
     """
     pipelines, cutoff = state.pipelines, least * OPTIONS.near_resident
     found = {} if any(key.num_stages == 1 for key in near) else _single(state, min(least * COMPARED, state.below))
-    pipelines.try_ratios((), state.deadline)
     groups = pipelines.groups if pipelines.space.offload_ratios else ()
     for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
         if len(near) + len(found) >= OPTIONS.enough_near:
@@ -204,13 +208,12 @@ def beside(state: SearchState, near: dict[Pipeline, Incumbent], least: float) ->
         keys = {group.pipeline(count): count for count in group.counts}
         counts = [count for key, count in keys.items() if key not in near | found and state.bounds[key] < cutoff]
         if counts and not state.is_late:
-            found |= state.optima(group, counts, cutoff)
+            found |= state.optima(group, counts, cutoff, resident=True)
     return found
 
 
 def _single(state: SearchState, below: float) -> dict[Pipeline, Incumbent]:
     """The best answer of one stage, if it takes fewer seconds than ``below``."""
-    state.pipelines.try_ratios(state.pipelines.space.offload_ratios, state.deadline)
     alone = [(key, item) for key, item in state.found.items() if key.num_stages == 1 and item.answer.objective < below]
     best = dict(sorted(alone, key=lambda item: (item[1].answer.objective, item[0]))[:1])
 
@@ -268,7 +271,7 @@ class Outcome:
 
 
 def search_pipelines(
-    pipelines: Pipelines, deadline: float, below: float = np.inf, known: Mapping[Pipeline, float] = _NOTHING
+    pipelines: Stages, deadline: float, below: float = np.inf, known: Mapping[Pipeline, float] = _NOTHING
 ) -> Outcome:
     """The best pipeline, proven, those near it, and the best single stage.
 
@@ -278,7 +281,6 @@ def search_pipelines(
         known: Step seconds that no plan of some pipelines is known to go below.
     """
     state = SearchState.of(pipelines, deadline, below, known)
-    pipelines.try_ratios(pipelines.space.offload_ratios, state.patience)
     single = [group for group in pipelines.groups if group.counts == (1,)]
     several = [group for group in pipelines.groups if group.counts != (1,)]
     # One stage has so few choices that what it takes is found at once, to be beaten.
@@ -288,7 +290,6 @@ def search_pipelines(
     if state.winner is None and state.is_late:
         # It may fit where nothing else was found in time.
         state.wait_again()
-        pipelines.try_ratios(pipelines.space.offload_ratios, state.patience)
     _solve(state, single)
     bound = min(state.bounds.values(), default=np.inf)
     if state.winner is None:
@@ -436,20 +437,16 @@ def _attempt(state: SearchState, group: PipelineGroup, counts: list[int], below:
 
 def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
     """Solve groups with all state resident: what is found soon is to be beaten by what offloads."""
-    state.pipelines.try_ratios(())
-    try:
-        # Bounds with all state resident are not of the whole space, so that none are raised here.
-        for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
-            below = min(state.least, assumed)
-            if state.bound_of(group) >= below * (1 - PRECISION) or state.is_late:
-                return
-            counts = [count for count in group.counts if state.bounds[group.pipeline(count)] < below]
-            family = state.pipelines.family(group, counts, below=below)
-            if family.heads:
-                for count, answer in solve_family(family, below=below, deadline=state.deadline).answers.items():
-                    state.meet(group.pipeline(count), Incumbent(problem=family.problem(count), answer=answer))
-    finally:
-        state.pipelines.try_ratios(state.pipelines.space.offload_ratios, state.end)
+    # Bounds with all state resident are not of the whole space, so that none are raised here.
+    for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
+        below = min(state.least, assumed)
+        if state.bound_of(group) >= below * (1 - PRECISION) or state.is_late:
+            return
+        counts = [count for count in group.counts if state.bounds[group.pipeline(count)] < below]
+        family = state.pipelines.family(group, counts, below=below, resident=True)
+        if family.heads:
+            for count, answer in solve_family(family, below=below, deadline=state.deadline).answers.items():
+                state.meet(group.pipeline(count), Incumbent(problem=family.problem(count), answer=answer))
 
 
 _NOTE = (

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_mist.cost import StageCostModel, seconds_with
+from lightning_mist.cost import seconds_with
 from lightning_mist.cost.inputs import IntArray, prefix_sums
 from lightning_mist.plan import (
     ModuleMap,
@@ -148,8 +148,8 @@ def _reduced_seconds(stages: IntraStage, plan: Plan) -> float:
     In chunks devices hold other layers than in one piece; those with most have no less than all have on average. Over
     how many nodes the groups of hybrid sharding go is known with their places only.
     """
-    model, first = stages.model, plan.stages[0]
-    if first.zero_stage < ZeroStage.GRADIENTS or Shape.of(first).shard or not isinstance(model, StageCostModel):
+    (model,), first = stages.model.parts, plan.stages[0]
+    if first.zero_stage < ZeroStage.GRADIENTS or Shape.of(first).shard:
         return 0.0
     slot = stages.slot(0, plan.num_stages, plan.num_microbatches, Shape.of(first))
     beside = model.beside(slot, model.region_seconds(*slot.computed))

@@ -14,14 +14,13 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, MixedCostModel, least_seconds, predictions, seconds_with
-from lightning_mist.hardware import AnyCluster, MixedCluster
+from lightning_mist.cost import CostModel, least_seconds, predictions, seconds_with
+from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, Predicted, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout, rank_layouts
-from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.inter_stage import PRECISION, InterStageProblem
 from lightning_mist.tuner.options import OPTIONS
-from lightning_mist.tuner.search import Outcome, Stages, mixed_layout
+from lightning_mist.tuner.search import Outcome, Stages, layout_of
 from lightning_mist.tuner.select import simplest_plan as simplest
 from lightning_mist.tuner.select.equal_stages import even_chunks
 from lightning_mist.tuner.select.schedule_variants import best_variant, clocked, refuse_without_variant
@@ -216,7 +215,8 @@ def in_every_layout(model: CostModel, plans: Sequence[Plan]) -> list[Layouts]:
 
 def _others(model: CostModel, plan: Plan) -> tuple[Plan, ...]:
     meshes = [stage.mesh for stage in plan.stages]
-    if isinstance(model, MixedCostModel) or len(meshes) == 1 or any(m.context_parallel_degree > 1 for m in meshes):
+    is_settled = len(meshes) == 1 or any(mesh.context_parallel_degree > 1 for mesh in meshes)
+    if is_settled or len(model.cluster.parts) > 1:
         return ()
     degrees = [(mesh.data_parallel_degree, mesh.tensor_parallel_degree) for mesh in meshes]
     found = []
@@ -386,7 +386,7 @@ def _under_other_schedule(
     is_asked = space.schedule in space.search.schedules
     below = base.seconds * (1 - OPTIONS.alike) if is_asked else np.inf
     # Equal stages in chunks are mostly faster, and rule out most others before these are made to fit.
-    even = even_chunks(stages, below=below) if isinstance(stages, IntraStage) else None
+    even = even_chunks(stages.parts[0], below=below) if len(stages.parts) == 1 else None
     least = below if even is None else step_seconds_of_plan(even)
     plans = [base.plan, *others]
     found = best_variant(stages.model, space, stages.limits, stages.host_limits, plans, below=least) or even
@@ -415,11 +415,7 @@ def make_plan(
     shapes = [slot.shape(index) for slot, index in picked]
     degrees = [(shape.data, shape.tensor) for shape in shapes]
     parts = [int(slot.part_K[index]) for slot, index in picked]
-    layout = (
-        mixed_layout(cluster, degrees, parts)
-        if isinstance(cluster, MixedCluster)
-        else rank_layout(degrees, space.devices_per_node)
-    )
+    layout = rank_layout(degrees, space.devices_per_node) if cluster is None else layout_of(cluster, degrees, parts)
     stages, first = [], 0
     for (slot, index), shape, devices in zip(picked, shapes, layout, strict=True):
         end = first + int(slot.layers_K[index])

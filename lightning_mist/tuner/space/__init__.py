@@ -15,14 +15,16 @@ from lightning_mist.tuner.space.applied_space import (
     layer_ranges_of,
     places_behind,
     role_of,
+    stages_dealt,
     with_offload,
 )
 from lightning_mist.tuner.space.usable_memory import (
     USABLE_MEMORY,
-    at_most,
     check_memory_limit,
     host_bytes_of_each,
     host_notes,
+    least_of_stages,
     tensor_share,
     usable_bytes,
+    usable_of_parts,
 )

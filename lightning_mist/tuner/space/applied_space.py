@@ -16,7 +16,7 @@ Array axes
     W  ranges
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from math import gcd
@@ -236,6 +236,17 @@ def places_behind(counts: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
+def stages_dealt(counts: Collection[int], size: int, most: int) -> tuple[int, ...]:
+    """Numbers of stages to which so many devices can be dealt, all of them, if a stage has one of some numbers."""
+    # Bit ``n`` says whether the stages so far can have ``n`` devices together.
+    sums, every, found = 1, (2 << size) - 1, []
+    for num_stages in range(1, most + 1):
+        sums = reduce(or_, (sums << count for count in counts), 0) & every
+        if sums >> size:
+            found.append(num_stages)
+    return tuple(found)
+
+
 _FEATURE_WORDS: dict[Feature, str] = {
     "pipeline": "several pipeline stages",
     "microbatches": "cutting a batch into microbatches",
@@ -345,13 +356,9 @@ class Space:
         """Every ``(number of stages, number of microbatches)`` for which devices can be dealt to stages."""
         stages, result = self.stage_counts, []
         for num_microbatches in self.microbatch_counts():
-            counts = sorted({shape.devices for shape in self.shapes(num_microbatches)})
-            # Bit ``n`` says whether the stages so far can have ``n`` devices together.
-            sums, every = 1, (2 << self.world_size) - 1
-            for num_stages in range(1, self.max_stages + 1):
-                sums = reduce(or_, (sums << count for count in counts), 0) & every
-                is_dealt = sums >> self.world_size and bool(self.shapes_of(num_stages, num_microbatches))
-                if num_stages in stages and is_dealt:
+            counts = {shape.devices for shape in self.shapes(num_microbatches)}
+            for num_stages in stages_dealt(counts, self.world_size, self.max_stages):
+                if num_stages in stages and self.shapes_of(num_stages, num_microbatches):
                     result.append((num_stages, num_microbatches))
         return tuple(sorted(result))
 

@@ -1,8 +1,9 @@
 """What of a device's memory, and of its host's, is left for the tensors of a plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning_mist.hardware import USABLE_HOST_MEMORY, AnyCluster, Cluster, host_memory, usable_host_bytes
+from lightning_mist.plan import Plan
 from lightning_mist.units import format_bytes
 
 USABLE_MEMORY = 0.8
@@ -38,9 +39,17 @@ def check_memory_limit(cluster: AnyCluster, memory_limit: int | None) -> None:
         )
 
 
-def at_most(part: Cluster, memory_limit: int | None) -> int | None:
-    """A limit of every device as one of a part: at most its memory."""
-    return None if memory_limit is None else min(memory_limit, part.device.memory_bytes)
+def usable_of_parts(cluster: AnyCluster, memory_limit: int | None) -> tuple[float, ...]:
+    """Bytes that tensors may take on each device of every part: of one limit for unlike ones at most what it has."""
+    limits = [memory_limit for _ in cluster.parts]
+    if memory_limit is not None and len(limits) > 1:
+        limits = [min(memory_limit, part.device.memory_bytes) for part in cluster.parts]
+    return tuple(map(usable_bytes, cluster.parts, limits))
+
+
+def least_of_stages(plan: Plan, cluster: AnyCluster, of_parts: Sequence[float]) -> tuple[float, ...]:
+    """Of what every part has the least for the devices of every stage."""
+    return tuple(min(of_parts[cluster.part_of(device)] for device in stage.devices) for stage in plan.stages)
 
 
 def tensor_share(cluster: AnyCluster) -> float:

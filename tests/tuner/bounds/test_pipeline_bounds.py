@@ -8,65 +8,49 @@ import pytest
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.bounds.pipeline_bounds import open_stages
 from lightning_mist.tuner.inter_stage import PipelineGroup
-from lightning_mist.tuner.search import mixed_stages
-from lightning_mist.tuner.search.pipelines import AlikePipelines
-from lightning_mist.tuner.search.search_loop import search_pipelines
 from tests.tuner.instances import random_instance
 from tests.tuner.plans import is_feasible
 from tests.tuner.problems import random_problem, slot, small_seeds
 from tests.tuner.searches import searched
 
 
-def prepared(seed):
-    found = random_instance(seed, unlike=0)
+def prepared(seed, unlike=0):
+    found = random_instance(seed, unlike=unlike)
     planner = Planner(found.network, found.machine, profile=found.rates)
     space = planner.space(found.rows * found.machine.world_size, found.search)
     return planner.stages(space, found.memory_limit, found.host_memory_limit)
 
 
-def group_of(count, microbatches, parts=()):
+def group_of(count, microbatches, parts=(0,)):
     """The group of one pipeline, whose stages pass some parts."""
     return PipelineGroup(microbatches, parts, (count,))
 
 
+@pytest.mark.parametrize("unlike", [0, 1])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_pipeline_on_unlike_devices_takes_less_than_its_bound(seed):
-    instance = random_instance(seed, unlike=1)
-    planner = Planner(instance.network, instance.machine, profile=instance.rates)
-    space = planner.space(instance.rows * instance.machine.world_size, instance.search)
-    maker = mixed_stages(planner.model, space, instance.memory_limit, instance.host_memory_limit)
-    for (count, microbatches, parts), found in search_pipelines(maker, np.inf).found.items():
+def test_no_pipeline_takes_less_than_its_bound(seed, unlike):
+    maker = prepared(seed, unlike)
+    kinds = frozenset(maker.space.search.offloaded if maker.space.offload_ratios else ())
+    for (count, microbatches, parts), found in searched(maker).found.items():
         seconds = found.answer.objective
         if count > 1:
             group = group_of(count, microbatches, parts)
-            assert maker.bounds.bound(group, 2 * seconds) <= seconds * (1 + 1e-9)
-            assert maker.bounds.bound(group, seconds / 2) <= seconds / 2
-            assert maker.bounds.open_stages(group, (count,), seconds * 1.01).counts == (count,)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_pipeline_takes_less_than_its_bound(seed):
-    maker = prepared(seed)
-    outcome, bounds = searched(maker), AlikePipelines(maker).bounds
-    for (count, microbatches, *_), found in outcome.found.items():
-        seconds = found.answer.objective
-        if count > 1:
-            group = group_of(count, microbatches)
-            assert bounds.bound(group, 2 * seconds) <= seconds * (1 + 1e-9)
-            assert bounds.bound(group, seconds / 2) <= seconds / 2
+            assert maker.lower_bound(group, 2 * seconds, np.inf) <= seconds * (1 + 1e-9)
+            assert maker.lower_bound(group, seconds / 2, np.inf) <= seconds / 2
+            assert maker.bounds.open_stages(group, (count,), seconds * 1.01, kinds).counts == (count,)
 
 
 def test_bounds_are_the_same_in_whatever_order_they_are_asked_for():
     compared = 0
-    for maker in map(prepared, range(30)):
+    for seed in range(30):
+        maker = prepared(seed)
         microbatches = [count for stages, count in maker.space.pipelines() if stages == 2]
         if not microbatches:
             continue
         group = group_of(2, microbatches[-1])
-        wanted = AlikePipelines(maker).bounds.bound(group, 1e9)
-        bounds = AlikePipelines(maker).bounds
+        wanted = prepared(seed).lower_bound(group, 1e9, np.inf)
         for below in (wanted / 2, wanted * 2, 1e9, wanted / 2) if wanted < 1e9 else ():
-            assert bounds.bound(group, below) == pytest.approx(min(wanted, below), rel=1e-8)
+            assert maker.lower_bound(group, below, np.inf) == pytest.approx(min(wanted, below), rel=1e-8)
             compared += 1
     assert compared > 5
 
@@ -76,7 +60,7 @@ def test_where_nothing_is_fast_enough_the_bound_is_what_was_asked_for(seed):
     maker = prepared(seed)
     for stages, microbatches in maker.space.pipelines():
         if stages > 1:
-            assert AlikePipelines(maker).bounds.bound(group_of(stages, microbatches), 1e-12) == 1e-12
+            assert maker.lower_bound(group_of(stages, microbatches), 1e-12, np.inf) == 1e-12
 
 
 def answers_of(problem):

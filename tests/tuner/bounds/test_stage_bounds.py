@@ -42,7 +42,7 @@ def question(seed, **options):
 
 def stages_of(found):
     planner = Planner(found.network, found.machine, profile=found.rates)
-    return planner.stages(planner.space(found.rows * found.machine.world_size, found.search))
+    return planner.stages(planner.space(found.rows * found.machine.world_size, found.search)).together
 
 
 def prepared(found, maker, microbatches, position, kinds, bottleneck=np.inf):

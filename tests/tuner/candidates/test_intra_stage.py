@@ -144,7 +144,7 @@ def test_what_places_share_is_kept_for_all_of_them():
     one[1, :], two[2, :] = True, True
 
     def maker():
-        return stages_of(memory=10**12)
+        return stages_of(memory=10**12).together
 
     places = [(0, 2, (), one), (0, 2, (), two)]
     alone = [maker().frontiers([place], 4)[0] for place in places]
@@ -159,7 +159,7 @@ def test_what_places_share_is_kept_for_all_of_them():
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_slot_has_the_rows_of_its_replicas(num_stages):
-    maker = stages_of(devices=4, rows=4)
+    maker = stages_of(devices=4, rows=4).together
     slot = maker.slot(0, num_stages, 4, Shape(2))
     assert (slot.stage_index, slot.num_stages, slot.num_microbatches) == (0, num_stages, 4)
     assert slot.data_parallel_degree == 2

@@ -13,7 +13,7 @@ from lightning_mist.plan import OFFLOAD_KINDS, ParameterUse
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
-from lightning_mist.tuner.candidates.offload_search import ordered
+from lightning_mist.tuner.candidates.offload_search import RatioGrid, ordered
 from lightning_mist.tuner.space.applied_space import ANYWHERE, apply
 from tests.specs import cluster, profile, spec, with_splits
 
@@ -158,10 +158,10 @@ def test_a_tied_parameter_that_a_larger_ratio_leaves_behind_ends_the_order(ratio
     network = displacing()
     space = apply(SearchSpace(offload=OFFLOADED, offload_ratios=ratios), network, 4, 16)
     maker = IntraStage(StageCostModel(network, rates, devices), space, 10**12)
-    slot = maker.slot(0, 2, 4, space.shapes(4)[0])
-    assert ordered(maker.model, slot, 0, maker._search.grid) == names
-    plain = IntraStage(StageCostModel(spec(4, tied=True), rates, devices), space, 10**12)
-    assert ordered(plain.model, slot, 0, plain._search.grid) == EVERY
+    slot, grid = maker.slot(0, 2, 4, space.shapes(4)[0]), RatioGrid.of(space.search, ratios)
+    assert ordered(maker.model, slot, 0, grid) == names
+    plain = StageCostModel(spec(4, tied=True), rates, devices)
+    assert ordered(plain, slot, 0, grid) == EVERY
 
 
 def test_a_unit_moves_no_less_with_a_larger_ratio():

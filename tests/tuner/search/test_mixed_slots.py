@@ -6,12 +6,12 @@ import pytest
 
 from lightning_mist.cost import predict, step_seconds
 from lightning_mist.cost.inputs.candidates import slots_of
-from lightning_mist.errors import InfeasibleError, PlanError, ProfileError
+from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.hardware import Link, MixedCluster, catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
-from lightning_mist.tuner.search.pipelines import mixed_layout, mixed_stages
+from lightning_mist.tuner.search.pipelines import Stages, layout_of
 from lightning_mist.tuner.space.applied_space import Shape, common_unit
 from tests.specs import cluster, profile, spec, with_splits
 
@@ -67,7 +67,7 @@ def plans_of(network, place, rows, parts, shapes, search):
         whole = [divmod(count * shape.data, world) for shape in shapes]
         if any(rest or not found or rows % found for found, rest in whole):
             continue
-        layout = mixed_layout(place, [(shape.data, shape.tensor) for shape in shapes], parts or [-1])
+        layout = layout_of(place, [(shape.data, shape.tensor) for shape in shapes], parts or [-1])
         for cuts in itertools.combinations(range(1, layers), num_stages - 1):
             edges = (0, *cuts, layers)
             kept = itertools.product(*(range(end - start + 1) for start, end in itertools.pairwise(edges)))
@@ -122,7 +122,7 @@ CASES = {
 def test_no_plan_is_faster(name, profiles):
     network, place, rows = CASES[name]
     planner = Planner(network, place, profile=(*profiles, MIDDLING)[: len(place.parts)])
-    stages = mixed_stages(planner.model, planner.space(rows * place.world_size, SPACE), None, None)
+    stages = Stages(planner.model, planner.space(rows * place.world_size, SPACE))
     every = [priced(stages, plan) for plan in every_plan(network, place, rows)]
     fitting = [seconds for seconds, share in every if share <= 1]
     assert len(fitting) > 10
@@ -188,8 +188,8 @@ def test_plans_run_as_the_rows_demand():
 
 def test_ranks_are_those_of_the_part():
     place = machine(*PLENTY, sizes=(2, 4))
-    assert mixed_layout(place, [(2, 1), (1, 2), (2, 1)], [1, 0, 1]) == ((4, 5), (0, 1), (2, 3))
-    assert mixed_layout(place, [(6, 1)], [-1]) == ((0, 1, 2, 3, 4, 5),)
+    assert layout_of(place, [(2, 1), (1, 2), (2, 1)], [1, 0, 1]) == ((4, 5), (0, 1), (2, 3))
+    assert layout_of(place, [(6, 1)], [-1]) == ((0, 1, 2, 3, 4, 5),)
 
 
 def test_other_schedules_are_tried():
@@ -229,8 +229,6 @@ def test_a_profile_is_of_one_part():
     place = parse_cluster("2xA100-40+2xL4")
     with pytest.raises(ProfileError, match=r"1 profile .* for the 2 parts"):
         tune(spec(4), place, profile=catalog_profile(place.parts[0]), global_batch_size=8)
-    with pytest.raises(PlanError, match="stages cost the same on any device only if all are alike"):
-        Planner(spec(4), place).alike  # noqa: B018
 
 
 def test_predictions_of_plans_are_those_of_the_cost_model():

@@ -23,7 +23,7 @@ EVERY_SCHEDULE = ("1f1b", "interleaved-1f1b", "zb-h1")
 def without_bounds(monkeypatch):
     """Switch off the lower bounds of families, and variable fixing by them."""
 
-    def everything(self, group, counts, below):
+    def everything(self, group, counts, below, kinds):
         size = max(self.num_devices) + 1, self.num_layers + 1
         return OpenStages(
             counts=tuple(counts),

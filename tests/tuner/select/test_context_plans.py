@@ -29,7 +29,7 @@ def planner(*degrees):
 
 def stages(limit=10**12, search=SEARCH, degrees=(2, 4)):
     made = planner(*degrees)
-    found = made.stages(made.space(ROWS, search))
+    found = made.stages(made.space(ROWS, search)).together
     found.memory_limit = limit
     return found
 
