@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.catalog.catalog_device import PCIE5
-from lightning_mist.hardware.catalog.devices import find_device
+from lightning_mist.hardware.catalog.devices import capability_of, find_device
 from lightning_mist.hardware.cluster import Cluster
 
 MIB = 2**20
@@ -52,67 +52,24 @@ class Overhead:
 NOTHING = Overhead(expected=0, high=0, source="a CPU process has no device context and its groups use host memory")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """What devices of one generation hold besides tensors.
-
-    Attributes:
-        workspace_bytes: What cuBLAS keeps for each handle and stream that multiply matrices, out of the caching
-            allocator.
-        alone: What NCCL takes for a group of one rank.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    context: Overhead | None
-    workspace_bytes: int
-    alone: Overhead | None = None
-
-
 # 2 x 4096 KiB + 8 x 16 KiB (cublas).
 _WORKSPACE, _HOPPER_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024, 32 * MIB
 
 _AMPERE = Overhead(expected=int(0.47 * 2**30), high=int(0.92 * 2**30), source="a100")
 
-_ALONE = Overhead(expected=556 * MIB, high=556 * MIB, source="hopper")
+CONTEXTS = {
+    (7, 0): Overhead(expected=287_047_680, high=666_632_192, source="lazy"),
+    (8, 0): _AMPERE,
+    (8, 6): _AMPERE,
+    # The middle between 794 and 948 MiB less communicators. With all kernels: as many more as on an A100.
+    (8, 9): Overhead(expected=751 * MIB, high=426 * MIB + _AMPERE.high - _AMPERE.expected, source="l4, ada, a100"),
+    # With all kernels: as many more as on an A100.
+    (9, 0): Overhead(expected=767 * MIB, high=767 * MIB + _AMPERE.high - _AMPERE.expected, source="hopper, a100"),
+}
+"""What CUDA's context takes by compute capability, of those on which it was measured."""
 
-ARCHITECTURES = (
-    Architecture(
-        name="volta",
-        devices=("V100-16", "V100-32"),
-        context=Overhead(expected=287_047_680, high=666_632_192, source="lazy"),
-        workspace_bytes=_WORKSPACE,
-    ),
-    Architecture(name="turing", devices=("T4",), context=None, workspace_bytes=_WORKSPACE),
-    Architecture(
-        name="ampere",
-        devices=("A10G", "A100-40", "A100-80", "A6000", "RTX3090"),
-        context=_AMPERE,
-        workspace_bytes=_WORKSPACE,
-    ),
-    Architecture(
-        name="ada",
-        devices=("L4", "L40S", "RTX4090"),
-        # The middle between 794 and 948 MiB less communicators. With all kernels: as many more as on an A100.
-        context=Overhead(expected=751 * MIB, high=426 * MIB + _AMPERE.high - _AMPERE.expected, source="l4, ada, a100"),
-        workspace_bytes=_WORKSPACE,
-    ),
-    Architecture(
-        name="hopper",
-        devices=("H100", "H200", "GH200"),
-        # With all kernels: as many more as on an A100.
-        context=Overhead(expected=767 * MIB, high=767 * MIB + _AMPERE.high - _AMPERE.expected, source="hopper, a100"),
-        workspace_bytes=_HOPPER_WORKSPACE,
-        alone=_ALONE,
-    ),
-    Architecture(
-        name="blackwell",
-        devices=("B200", "GB200", "RTXPRO6000", "RTX5090", "RTX5060Ti"),
-        context=None,
-        workspace_bytes=_HOPPER_WORKSPACE,
-    ),
-)
-"""The known generations."""
+_ALONE = Overhead(expected=556 * MIB, high=556 * MIB, source="hopper")
+"""What NCCL takes for a group of one rank of compute capability 9.0."""
 
 # A pair over NVLink; larger groups; what is seldom exceeded lies as far above as the larger of them above the smaller.
 _PAIR, _LARGER = 544 * MIB, 688 * MIB
@@ -121,40 +78,25 @@ _PAIR, _LARGER = 544 * MIB, 688 * MIB
 _PER_PEER_AND_CHANNEL, _CHANNELS = 12 * MIB, 2
 
 
-def architecture_of(device: str) -> Architecture | None:
-    """The generation of a catalog device; None for devices that are not in the table."""
-    try:
-        name = find_device(device).name
-    except ProfileError:
-        return None
-    return next((entry for entry in ARCHITECTURES if name in entry.devices), None)
-
-
 def context_overhead(device: str) -> Overhead:
     """What CUDA's context takes on a device; where it is not known, what it takes on a device where it is largest."""
-    found = architecture_of(device)
-    if found is not None and found.context is not None:
-        return found.context
-    known = [entry.context for entry in ARCHITECTURES if entry.context is not None]
-    return Overhead(
-        expected=max(context.expected for context in known),
-        high=max(context.high for context in known),
+    return CONTEXTS.get(capability_of(device) or (0, 0)) or Overhead(
+        expected=max(context.expected for context in CONTEXTS.values()),
+        high=max(context.high for context in CONTEXTS.values()),
         source=f"not known for {device}; the largest of the devices where it is",
     )
 
 
 def alone_overhead(device: str) -> Overhead:
     """What NCCL takes on a device that trains alone; where nobody measured it, from nothing up to what is known."""
-    found = architecture_of(device)
-    if found is not None and found.alone is not None:
-        return found.alone
+    if capability_of(device) == (9, 0):
+        return _ALONE
     return Overhead(expected=0, high=_ALONE.high, source=f"not known for {device}; {_ALONE.source}")
 
 
 def workspace_bytes(device: str) -> int:
     """What cuBLAS keeps for each handle and stream that multiply; the larger figure for devices that are not known."""
-    found = architecture_of(device)
-    return _HOPPER_WORKSPACE if found is None else found.workspace_bytes
+    return _WORKSPACE if (capability_of(device) or (9, 0)) < (9, 0) else _HOPPER_WORKSPACE
 
 
 def has_nvlink(cluster: Cluster) -> bool:

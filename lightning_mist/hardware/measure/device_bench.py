@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -141,26 +140,18 @@ MAX_UNITS = 1000
 REPEATS = 3
 """Times that a set runs; the median counts."""
 
-Counts = tuple[int, int, int, int]
+Counts = tuple[int, ...]
 """Units on each of the channels, in the order of ``CHANNELS``."""
 
 
-class Bench(Protocol):
-    """Runs loads on several channels together."""
-
-    def seconds(self, counts: Counts, across_nodes: bool) -> float:
-        """Run loads that start together until all of them are done.
-
-        Returns:
-            Seconds on the slowest rank, the same on all ranks.
-        """
-        ...
-
-
-def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: float) -> ConcurrentTimes:
+def concurrent_times(
+    bench: Callable[[Counts, bool], float], networks: Sequence[bool], budget_seconds: float
+) -> ConcurrentTimes:
     """Times of loads together, and of each of them alone.
 
     Args:
+        bench: Runs loads that start together, across nodes or not, until all of them are done; says the seconds on the
+            slowest rank, the same on all ranks.
         networks: Kinds of groups that the bench has: False for one inside the nodes, True for one that spans them.
         budget_seconds: Roughly how long it may take; even loads of all pairs are measured in any case.
     """
@@ -171,7 +162,7 @@ def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: flo
         nonlocal spent
         across = across and counts[1] > 0
         if (counts, across) not in known:
-            samples = [bench.seconds(counts, across) for _ in range(REPEATS)]
+            samples = [bench(counts, across) for _ in range(REPEATS)]
             known[counts, across] = statistics.median(samples)
             spent += sum(samples)
         return known[counts, across]
@@ -184,7 +175,7 @@ def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: flo
         # All ranks know the same times, so that all stop at the same set.
         if sum(weight > 0 for weight in weights) > 2 and spent > budget_seconds:
             break
-        counts = _counts(weights, units[across])
+        counts = tuple(weight * unit for weight, unit in zip(weights, units[across], strict=True))
         loads.append([timed(_only(index, count), across) if count else 0.0 for index, count in enumerate(counts)])
         seconds.append(timed(counts, across))
         far.append(across)
@@ -220,7 +211,7 @@ def _units(timed: Callable[[Counts, bool], float], networks: Sequence[bool]) -> 
             many = timed(_only(index, 6), across)
             each = max((many - few) / 4, many / 12, 1e-9)
             counts[index] = max(1, min(MAX_UNITS, round(LOAD_SECONDS / each)))
-        found[across] = (counts[0], counts[1], counts[2], counts[3])
+        found[across] = tuple(counts)
     return found
 
 
@@ -235,21 +226,12 @@ def _design(networks: Sequence[bool]) -> Iterator[tuple[Counts, bool]]:
     for doubled in range(-1, len(CHANNELS)):
         for members, across in sets:
             if doubled == -1 or doubled in members:
-                weights = [
-                    0 if index not in members else 2 if index == doubled else 1 for index in range(len(CHANNELS))
-                ]
-                yield (weights[0], weights[1], weights[2], weights[3]), across
-
-
-def _counts(weights: Counts, units: Counts) -> Counts:
-    one, two, three, four = (weight * unit for weight, unit in zip(weights, units, strict=True))
-    return one, two, three, four
+                places = range(len(CHANNELS))
+                yield tuple(0 if index not in members else 2 if index == doubled else 1 for index in places), across
 
 
 def _only(index: int, count: int) -> Counts:
-    counts = [0] * len(CHANNELS)
-    counts[index] = count
-    return counts[0], counts[1], counts[2], counts[3]
+    return tuple(count if place == index else 0 for place in range(len(CHANNELS)))
 
 
 MATMUL_EDGE = 4096
@@ -283,7 +265,7 @@ class DeviceBench:
         synchronize(device)
 
     def seconds(self, counts: Counts, across_nodes: bool) -> float:
-        """Seconds until all loads are done, on the slowest rank; see :class:`Bench`."""
+        """Seconds until all loads are done, on the slowest rank; see :func:`concurrent_times`."""
         ops = self._ops
         synchronize(self._session.device)
         self._session.agree([0.0])
@@ -338,7 +320,7 @@ def measure_on_device(
     inside, across = network_groups(groups, 0 if session.world is None else dist.get_rank())
     try:
         networks = [far for far, group in ((False, inside), (True, across)) if group is not None]
-        times = concurrent_times(DeviceBench(session, inside, across), networks, budget_seconds)
+        times = concurrent_times(DeviceBench(session, inside, across).seconds, networks, budget_seconds)
         return fit_interference(times, kind_of(*copies, collectives), "measured")
     finally:
         # Products on a stream of their own got a workspace of their own, which torch gives back in no other way.

@@ -91,7 +91,7 @@ class ModelledBench:
 def measured(
     bench: ModelledBench, networks: tuple[bool, ...], prior: Interference = PRIOR, budget: float = 1e3
 ) -> Interference:
-    return fit_interference(concurrent_times(bench, networks, budget), prior, "here")
+    return fit_interference(concurrent_times(bench.seconds, networks, budget), prior, "here")
 
 
 def test_a_machine_is_found() -> None:
@@ -125,7 +125,7 @@ def test_what_a_machine_does_not_have_keeps_its_kinds_coefficients(networks: tup
 
 def test_loads_are_as_long_as_meant_and_even() -> None:
     bench = ModelledBench(PRIOR, (2e-4, 9e-4, 6e-4, 5e-4))
-    times = concurrent_times(bench, (False,), 1e3)
+    times = concurrent_times(bench.seconds, (False,), 1e3)
     even = times.loads[:, :11]
     assert ((even == 0) | (np.abs(even / LOAD_SECONDS - 1) < 0.1)).all()
     assert len(times.seconds) == 11 + 6 * 2 + 4 * 3 + 4
@@ -134,7 +134,7 @@ def test_loads_are_as_long_as_meant_and_even() -> None:
 
 
 def test_units_that_take_no_time_are_bounded() -> None:
-    times = concurrent_times(ModelledBench(PRIOR, (1e-12, 1e-3, 1e-3, 1e-3)), (False,), 1e3)
+    times = concurrent_times(ModelledBench(PRIOR, (1e-12, 1e-3, 1e-3, 1e-3)).seconds, (False,), 1e3)
     assert times.loads[0].max() <= 2 * MAX_UNITS * 1e-12 * 1.01
 
 
