@@ -5,7 +5,7 @@ What takes modules needs torch, and is imported when it is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.estimate.estimate_codec import as_data, estimate_from_json, estimate_to_json
+from lightning_mist.estimate.estimate_codec import as_data, estimate_to_json
 from lightning_mist.estimate.estimate_data import WORDS, MemoryEstimate, StageEstimate
 from lightning_mist.estimate.estimate_sweep import SweepPoint, combinations, parse_sweep, render_sweep, sweep_to_json
 from lightning_mist.estimate.estimate_table import render_estimate

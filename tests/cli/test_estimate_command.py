@@ -4,9 +4,8 @@ import pytest
 
 from lightning_mist.cli import estimate_command
 from lightning_mist.errors import TraceError
-from lightning_mist.estimate import estimate_from_json
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.plan import plan_of, save
+from lightning_mist.plan import from_json, plan_of, save
 from tests.cli.networks import refused, run
 
 
@@ -17,13 +16,17 @@ def arguments(**changes):
     return ["estimate", *(item for pair in pairs if pair[1] is not True for item in pair), *flags]
 
 
+def estimated(capsys):
+    """What was printed as JSON, and the plan in it."""
+    shown = json.loads(capsys.readouterr().out)
+    return shown, from_json(json.dumps(shown["plan"]))
+
+
 def test_degrees(capsys):
     run(*arguments(pipeline_stages=2, zero_stage=1, checkpointed_layers="all", json=True))
-    shown = capsys.readouterr()
-    estimate = estimate_from_json(shown.out)
-    assert "tracing Net" in shown.err
-    assert (estimate.verdict, estimate.plan.num_stages, estimate.plan.num_microbatches) == ("fits", 2, 2)
-    stage = estimate.plan.stages[0]
+    shown, plan = estimated(capsys)
+    assert (shown["verdict"], plan.num_stages, plan.num_microbatches) == ("fits", 2, 2)
+    stage = plan.stages[0]
     assert (int(stage.zero_stage), stage.checkpointing.layers, stage.data_parallel_degree) == (1, 2, 2)
 
 
@@ -45,21 +48,25 @@ def test_what_would_make_it_fit(capsys):
 
 def test_configure_optimizers_is_asked_unless_an_optimizer_is_named(capsys):
     run(*arguments(model="tests.cli.networks:make_own", json=True))
-    own = estimate_from_json(capsys.readouterr().out)
+    own, _ = estimated(capsys)
     run(*arguments(model="tests.cli.networks:make_own", optimizer="RMSprop", json=True))
-    named = estimate_from_json(capsys.readouterr().out)
-    assert (own.optimizer, named.optimizer) == ("SGD", "RMSprop")
+    named, _ = estimated(capsys)
+    assert (own["optimizer"], named["optimizer"]) == ("SGD", "RMSprop")
     # Masters count: of SGD nothing else is kept.
-    assert 0 < own.worst.term("optimizer_bytes") < named.worst.term("optimizer_bytes")
-    assert own.precision == "bf16-true with fp32 master weights"
+    few, many = (item["stages"][0]["terms"]["optimizer_bytes"] for item in (own, named))
+    assert 0 < few < many
+    assert own["precision"] == "bf16-true with fp32 master weights"
     run(*arguments(json=True))
-    assumed = estimate_from_json(capsys.readouterr().out)
-    assert (assumed.optimizer, "no optimizer was given: AdamW's needs are assumed" in assumed.notes) == ("AdamW", True)
+    assumed, _ = estimated(capsys)
+    assert (assumed["optimizer"], "no optimizer was given: AdamW's needs are assumed" in assumed["notes"]) == (
+        "AdamW",
+        True,
+    )
 
 
 def test_devices_share_layers(capsys):
     run(*arguments(model="tests.cli.networks:make_wide", tensor_parallel_degree=2, json=True))
-    assert estimate_from_json(capsys.readouterr().out).plan.stages[0].mesh.tensor_parallel_degree == 2
+    assert estimated(capsys)[1].stages[0].mesh.tensor_parallel_degree == 2
 
 
 def test_a_sweep(capsys):
@@ -108,9 +115,9 @@ def test_a_closed_form_takes_a_moment(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "vocab_size": 96, "rms_norm_eps": 1e-6}))
     named = {"model": tmp_path / "config.json", "seq_len": 16}
     run(*arguments(**named, tensor_parallel_degree=4, closed_form=True, json=True))
-    estimate = estimate_from_json(capsys.readouterr().out)
-    assert estimate.plan.num_layers == 4
-    assert estimate.source == "closed form (asked for)"
+    estimate, plan = estimated(capsys)
+    assert plan.num_layers == 4
+    assert estimate["source"] == "closed form (asked for)"
     text = refused(capsys, *arguments(**named, cluster="1x16xL4", tensor_parallel_degree=16, closed_form=True))
     assert "tensor_parallel_degree = 16: it must divide 8 heads" in text
 
@@ -121,8 +128,7 @@ def test_what_cannot_be_traced_has_a_closed_form_where_sizes_are_known(capsys, m
 
     monkeypatch.setattr(estimate_command, "describe_network", fails)
     run(*arguments(model="llama-1.3b", seq_len=128, precision="bf16-true", json=True))
-    found = estimate_from_json(capsys.readouterr().out)
-    assert found.source == "closed form (an operator has no fake kernel)"
+    assert estimated(capsys)[0]["source"] == "closed form (an operator has no fake kernel)"
     assert "an operator has no fake kernel" in refused(capsys, *arguments())
 
 
@@ -175,9 +181,8 @@ def test_a_plan_for_unlike_devices_has_a_limit_for_each_stage(tmp_path, capsys):
     plan = plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2)
     save(plan, tmp_path / "plan.json")
     run(*arguments(**mixed, plan=tmp_path / "plan.json"), "--json")
-    found = estimate_from_json(capsys.readouterr().out)
+    found, _ = estimated(capsys)
     has = [part.device.memory_bytes for part in parse_cluster(mixed["cluster"]).parts]
-    at = [stage.devices[0] for stage in found.stages]
-    assert [found.limit_of(stage) for stage in found.stages] == [has[device] for device in at]
-    assert found.verdict == "fits"
+    assert [stage["limit"] for stage in found["stages"]] == [has[stage["devices"][0]] for stage in found["stages"]]
+    assert found["verdict"] == "fits"
     assert "an estimate without --plan needs devices of one kind" in refused(capsys, *arguments(**mixed))

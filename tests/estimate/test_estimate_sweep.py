@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.estimate.estimate_codec import estimate_from_json
+from lightning_mist.estimate.estimate_codec import estimate_to_json
 from lightning_mist.estimate.estimate_sweep import SweepPoint, combinations, parse_sweep, render_sweep, sweep_to_json
 from tests.estimate.test_estimate_data import ESTIMATE
 
@@ -57,5 +57,5 @@ def test_a_table_of_verdicts():
 def test_as_json():
     document = json.loads(sweep_to_json(POINTS))
     assert [item["values"]["zero_stage"] for item in document] == ["0", "3", "7", "8"]
-    assert estimate_from_json(json.dumps(document[1]["estimate"])) == POINTS[1].estimate
+    assert document[1]["estimate"] == json.loads(estimate_to_json(POINTS[1].estimate))
     assert "ZeRO has stages" in document[2]["error"]

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.estimate import Estimator, estimate_from_json, estimate_plan, estimate_to_json
+from lightning_mist.estimate import Estimator, estimate_plan
 from lightning_mist.estimate.host_need import HostNeed, host_need
 from lightning_mist.hardware import MixedCluster, parse_cluster
 from lightning_mist.plan import OffloadRatios, plan_of
@@ -56,4 +56,3 @@ def test_the_verdict_counts_host_memory(share, verdict, words):
     assert found.device_verdict == "fits"
     assert found.fits() == (verdict == "fits")
     assert words in found.headline()
-    assert estimate_from_json(estimate_to_json(found)) == found
