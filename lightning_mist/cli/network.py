@@ -146,48 +146,32 @@ def trace_network(request: NetworkRequest) -> "ModelSpec":
 
 def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpec":
     from lightning_mist.estimate.closed_form import with_second_opinion
-    from lightning_mist.model import (
-        derive_contexts,
-        derive_splits,
-        device_operators,
-        map_module,
-        optimizer_class,
-        optimizer_to_describe,
-        trace_model,
-    )
+    from lightning_mist.estimate.module_estimate import traced_spec
+    from lightning_mist.model import device_operators, optimizer_class, optimizer_to_describe
     from lightning_mist.model.sources import open_model, precision_context
-    from lightning_mist.tensors import batch_rows, slice_rows
 
     named = None if request.optimizer is None else optimizer_class(request.optimizer)
-    precision, degrees = request.precision, request.degrees
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that the user's own modules are found
-    # Where a batch grows is seen by comparing two batches, so one row is not enough.
+    # Where a batch grows is seen by comparing two of them, so one row is not enough.
     source = open_model(
         request.model,
         batch_rows=max(2, request.rows),
         sequence_length=request.seq_len,
-        precision=precision,
+        precision=request.precision,
         change=partial(_adapted, request),
     )
     tell(f"tracing {source.name}")
-    known = batch_rows(source.batch)
-    smaller = slice_rows(source.batch, 0, known - 1) if known is not None and known > 1 else None
-    found = map_module(source.module, source.call, source.batch, second_batch=smaller)
-    if degrees:
-        tell(f"finding out how {', '.join(map(str, degrees))} devices could share layers")
-        found = derive_splits(source.module, source.call, source.batch, found, degrees)
-    if request.contexts:
-        tell(f"finding out how {', '.join(map(str, request.contexts))} devices could share rows")
-        found = derive_contexts(source.module, source.call, source.batch, found, request.contexts)
-    optimizer, notes = optimizer_to_describe(source.module, named, precision_context(precision))
-    spec = trace_model(
+    optimizer, notes = optimizer_to_describe(source.module, named, precision_context(request.precision))
+    spec = traced_spec(
         source.module,
         source.batch,
-        call=source.call,
-        module_map=found,
+        source.call,
+        degrees=request.degrees,
+        contexts=request.contexts or (),
         optimizer=optimizer,
-        precision=precision,
-        device_kind=device_operators(request.device_kind, capability=request.capability),
+        precision=request.precision,
+        operators=device_operators(request.device_kind, capability=request.capability),
+        tell=tell,
     )
     spec = replace(spec, name=source.name, notes=(*spec.notes, *notes))
     return with_second_opinion(spec, source.module, request.device_kind)

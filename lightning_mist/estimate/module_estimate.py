@@ -19,6 +19,7 @@ from lightning_mist.hardware import Cluster, parse_cluster, single
 from lightning_mist.hardware.catalog import capability_of
 from lightning_mist.model import (
     DeviceOperators,
+    derive_contexts,
     derive_splits,
     describe_optimizer,
     device_operators,
@@ -27,11 +28,11 @@ from lightning_mist.model import (
     optimizer_to_describe,
     trace_model,
 )
-from lightning_mist.model.fakes import resize_batch, sequence_length
+from lightning_mist.model.fakes import sequence_length
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, StageMesh, StagePlan, load
-from lightning_mist.tensors import batch_rows
+from lightning_mist.plan import Plan, load, plan_of
+from lightning_mist.tensors import batch_rows, slice_rows
 
 
 def estimate_memory(
@@ -89,18 +90,11 @@ def estimate_memory(
             source = f"closed form ({error})"
         spec = replace(spec, notes=(*spec.notes, *notes))
     if given is None:
-        given = replicated(spec, machine)
+        count = machine.world_size
+        given = plan_of(spec.num_layers, world_size=count, global_batch_size=count * spec.batch_rows)
     settings = parse_allocator_settings(allocator, machine.device.memory_bytes)
     estimator = Estimator(spec, machine, limit_of(machine, memory_limit), source, allocator=settings)
     return estimate_plan(estimator, given, advise=advise)
-
-
-def replicated(spec: ModelSpec, cluster: Cluster) -> Plan:
-    """The plan that every device holds everything and takes whole batches."""
-    count = cluster.world_size
-    mesh = StageMesh(devices=tuple(range(count)), data_parallel_degree=count)
-    stage = StagePlan(layers=(0, spec.num_layers), mesh=mesh, microbatch_size=spec.batch_rows)
-    return Plan(global_batch_size=spec.batch_rows * count, num_microbatches=1, stages=(stage,))
 
 
 def _trace(
@@ -122,15 +116,44 @@ def _trace(
         with torch.compiler.set_stance("force_eager"), context():
             return plain(item)
 
-    rows = batch_rows(batch)
-    smaller = resize_batch(batch, rows - 1, None) if rows is not None and rows > 1 else None
-    found = map_module(module, step, batch, second_batch=smaller)
-    if max(degrees, default=1) > 1:
-        found = derive_splits(module, step, batch, found, sorted(set(degrees)))
-    spec = trace_model(
-        module, batch, call=step, module_map=found, optimizer=optimizer, precision=precision, device_kind=operators
+    asked = sorted({*degrees} - {1})
+    spec = traced_spec(
+        module, batch, step, degrees=asked, optimizer=optimizer, precision=precision, operators=operators
     )
     return with_second_opinion(spec, module, operators.name)
+
+
+def traced_spec(
+    module: nn.Module,
+    batch: Any,
+    call: Callable[[Any], Any],
+    *,
+    degrees: Sequence[int],
+    contexts: Sequence[int] = (),
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
+    precision: str,
+    operators: DeviceOperators,
+    tell: Callable[[str], object] = lambda text: None,
+) -> ModelSpec:
+    """What a step of a module costs, split over these tensor- and context-parallel degrees too.
+
+    Args:
+        call: Runs the step on a batch.
+        tell: Is told what is being done.
+    """
+    rows = batch_rows(batch)
+    # Where a batch grows is seen by comparing two batches.
+    smaller = slice_rows(batch, 0, rows - 1) if rows is not None and rows > 1 else None
+    found = map_module(module, call, batch, second_batch=smaller)
+    if degrees:
+        tell(f"finding out how {', '.join(map(str, degrees))} devices could share layers")
+        found = derive_splits(module, call, batch, found, degrees)
+    if contexts:
+        tell(f"finding out how {', '.join(map(str, contexts))} devices could share rows")
+        found = derive_contexts(module, call, batch, found, contexts)
+    return trace_model(
+        module, batch, call=call, module_map=found, optimizer=optimizer, precision=precision, device_kind=operators
+    )
 
 
 def _untraced(

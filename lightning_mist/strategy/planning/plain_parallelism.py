@@ -17,7 +17,7 @@ import torch
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, load_profile
 from lightning_mist.model import LayerSeconds, OptimizerRule, examine_optimizer
-from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, StageMesh, StagePlan
+from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, plan_of
 from lightning_mist.plan.module_map import OFFLOADS, exclusions_of
 from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.planning.trial_step import tried
@@ -84,9 +84,7 @@ def at_once_reason(trainer: Any) -> str | None:
 
 def plain_plan(world_size: int, rows: int | None, layers: int) -> Plan:
     """The plan that is plain data parallelism."""
-    mesh = StageMesh(devices=tuple(range(world_size)), data_parallel_degree=world_size)
-    stage = StagePlan(layers=(0, layers), mesh=mesh, microbatch_size=rows or 1)
-    return Plan(global_batch_size=(rows or 1) * world_size, num_microbatches=1, stages=(stage,))
+    return plan_of(layers, world_size=world_size, global_batch_size=(rows or 1) * world_size)
 
 
 def most_to_save(
