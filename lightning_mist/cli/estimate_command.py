@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import oldest_capability, open_cluster, precision_of
 from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
-from lightning_mist.cli.output import answer, has_colors, say, terminal_width
+from lightning_mist.cli.output import answer, display, say
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import OFFLOAD_KINDS, CheckpointingKind, OffloadRatios, Plan, ScheduleName, load, plan_of
 
@@ -318,7 +318,7 @@ def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool, picture: 
     if as_json:
         answer(estimate_to_json(found), end="")
     else:
-        answer(render_estimate(found, width=terminal_width(), color=has_colors()))
+        display(render_estimate, found)
     if found.verdict != "fits" and not estimator.spec.splits and _could_share(estimator):
         say("devices that share layers were not looked at, which takes a longer trace: try --tensor-parallel-degree 2")
     if picture is not None:
@@ -350,4 +350,4 @@ def _print_sweep(points: list["SweepPoint"], as_json: bool) -> None:
     if as_json:
         answer(sweep_to_json(points), end="")
     else:
-        answer(render_sweep(points, width=terminal_width(), color=has_colors()))
+        display(render_sweep, points)

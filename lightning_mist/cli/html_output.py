@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from lightning_mist.cli.cluster_input import devices_of, precision_notes
-from lightning_mist.cli.output import answer, has_colors, terminal_width, told
+from lightning_mist.cli.output import answer, display, told
 from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan, split_notes, to_json
 from lightning_mist.plan.plan_tables import per_second
@@ -197,8 +197,8 @@ TITLE = "what people would have chosen, each at its best by the same cost model"
 
 def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None:
     """Print a comparison as a table, with what to know of it."""
-    text = render_comparison(items, comparison_notes(items, spec), width=terminal_width(), color=has_colors())
-    answer(f"\n{text}")
+    answer()
+    display(render_comparison, items, comparison_notes(items, spec))
 
 
 def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tuple[str, ...]:

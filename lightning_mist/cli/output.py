@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -13,11 +13,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lightning_mist.console import printed_aside
-from lightning_mist.plan import Plan, render, step_rates, to_json
+from lightning_mist.plan import Plan, step_rates, to_json
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
-    from lightning_mist.explain import Explanation, Section
+    from lightning_mist.explain import Explanation
     from lightning_mist.tuner import Planner, TuneResult
 
 
@@ -54,11 +54,6 @@ def answer(text: str = "", end: str = "\n") -> None:
     print(text, end=end, file=_output()[0], flush=True)
 
 
-def has_colors() -> bool:
-    """Whether answers are shown on a terminal."""
-    return _output()[0].isatty()
-
-
 def terminal_width() -> int:
     """Columns of text that a table may take."""
     return _output()[1]
@@ -68,16 +63,9 @@ def _output() -> tuple[TextIO, int]:
     return _OUTPUT.get() or (sys.stdout, max(80, shutil.get_terminal_size(fallback=(120, 24)).columns))
 
 
-def show_plan(found: Plan, devices: Sequence[str] = ()) -> None:
-    """Print a plan as a table."""
-    answer(render(found, width=terminal_width(), color=has_colors(), devices=devices))
-
-
-def show_sections(sections: "Sequence[Section]") -> None:
-    """Print titles with sentences, those without any left out."""
-    from lightning_mist.explain import render_sections
-
-    answer(render_sections(sections, width=terminal_width(), color=has_colors()))
+def display(rendered: Callable[..., str], *what: Any, **more: Any) -> None:
+    """Print what a function makes of something, for as many columns as there are."""
+    answer(rendered(*what, width=terminal_width(), color=_output()[0].isatty(), **more))
 
 
 def show_text(text: str) -> None:
@@ -117,10 +105,3 @@ def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, 
     searching = told("searching plans without each technique, of other kinds and for better machines")
     with searching if seconds else nullcontext():
         return explain_plan(planner, result, seconds=seconds, **asked)
-
-
-def show_explanation(explanation: "Explanation") -> None:
-    """Print why a plan was chosen."""
-    from lightning_mist.explain import render_explanation
-
-    answer(render_explanation(explanation, width=terminal_width(), color=has_colors()))

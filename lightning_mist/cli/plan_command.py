@@ -28,18 +28,16 @@ from lightning_mist.cli.html_output import (
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import (
     answer,
+    display,
     explanation_of,
     print_json,
     say,
-    show_explanation,
-    show_plan,
-    show_sections,
     show_text,
     terminal_width,
     told,
 )
 from lightning_mist.collector import collector_paused
-from lightning_mist.plan import Plan, SearchSpace, fingerprint_of, save
+from lightning_mist.plan import Plan, SearchSpace, fingerprint_of, render, save
 from lightning_mist.plan.plan_tables import counted, speed_line
 from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.units import parse_bytes
@@ -238,7 +236,7 @@ def _degrees(search: SearchSpace, machine: "AnyCluster") -> tuple[int, ...]:
 
 
 def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) -> None:
-    from lightning_mist.explain import explanation_data, main_reasons
+    from lightning_mist.explain import explanation_data, main_reasons, render_explanation, render_sections
     from lightning_mist.tuner.options import OPTIONS
     from lightning_mist.tuner.select import CLOSED_FORM_AND_CLOCK
 
@@ -256,21 +254,22 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
         return
     show_text(_subject(found))
     show_text(f"plan: {recipe_of(found.plan)}")
-    show_plan(found.plan, devices_of(found.plan, found.planner.cluster))
+    display(render, found.plan, devices=devices_of(found.plan, found.planner.cluster))
     for line in (found.memory, *_not_executed(found)):
         show_text(line)
     answer()
-    show_explanation(why)
+    display(render_explanation, why)
     if found.compared is not None:
         print_comparison(found.compared, found.spec)
     answer()
-    show_sections(
+    display(
+        render_sections,
         (
             ("how sure it is that this plan is the best", (*found.result.proof, CLOSED_FORM_AND_CLOCK)),
             ("the best plans met of other shapes", found.result.compared),
             ("what to know of this plan, and where its numbers come from", found.notes),
             ("what the search is tuned with (lightning_mist.tuner.options says why)", tuple(OPTIONS.lines())),
-        )
+        ),
     )
 
 
@@ -288,7 +287,6 @@ def short_text(found: FoundPlan, reasons: Sequence[str], *, width: int) -> str:
         width: Columns of text at most.
     """
     plan = found.plan
-    assert plan.predicted is not None
     notes = [*_not_executed(found), *found.cautions]
     left = max(0, len(notes) - _MOST_NOTES)
     lines = [

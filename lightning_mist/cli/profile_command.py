@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning_mist.cli.output import answer, has_colors, say, terminal_width
+from lightning_mist.cli.output import answer, display, say
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def profile(
         return
     from lightning_mist.hardware.profile_tables import render_profile
 
-    answer(render_profile(found.cluster, found.profile, width=terminal_width(), color=has_colors()))
+    display(render_profile, found.cluster, found.profile)
     answer(f"measured in {format_seconds(found.seconds)}; kept for later runs in {found.kept}")
     if out is not None:
         answer(f"profile written to {out}; use it with lightning-mist plan --cluster {out}")

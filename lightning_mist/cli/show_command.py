@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_mist.cli.html_output import check_html
-from lightning_mist.cli.output import answer, print_json, say, show_plan
-from lightning_mist.plan import Plan, describe_changes, load
+from lightning_mist.cli.output import answer, display, print_json, say
+from lightning_mist.plan import Plan, describe_changes, load, render
 from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.units import format_bytes, format_seconds, parse_bytes
 
@@ -50,7 +50,7 @@ def show(
     if json:
         print_json(first, **({} if changes is None else {"changes": changes.splitlines()}))
     else:
-        show_plan(first)
+        display(render, first)
         if changes is not None:
             answer(f"\nfrom {plan} to {against}:\n{changes}")
     tell: Callable[[str], None] = say if json else _print_below
@@ -124,8 +124,7 @@ def trace_text(plan: Plan, simulation: "Simulation") -> str:
         group: f"stage {' and '.join(map(str, plan.chunks(group)))} (ranks {ranges(stage.devices)})"
         for group, stage in enumerate(plan.stages[: plan.num_groups])
     }
-    assert plan.predicted is not None
-    is_known = all(stage.needs for stage in plan.predicted.stages)
+    is_known = all(stage.needs for stage in plan.prediction.stages)
     curves = memory_curves(plan, simulation) if is_known else ()
     levels = [
         Level(

@@ -3,7 +3,7 @@
 import json as json_text
 from dataclasses import asdict
 
-from lightning_mist.cli.output import answer, has_colors, terminal_width
+from lightning_mist.cli.output import answer, display
 from lightning_mist.plan import load
 
 
@@ -18,7 +18,7 @@ def simulate(plan: str, /, json: bool = False) -> None:
 
     found = clock(load(plan))
     if not json:
-        answer(render_clock(found, width=terminal_width(), color=has_colors()))
+        display(render_clock, found)
         return
     path = found.path
     document = {

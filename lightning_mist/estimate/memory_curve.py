@@ -194,9 +194,8 @@ def _curve(
 
 def _units(plan: Plan, actions: Sequence[Action]) -> dict[str, tuple[UnitBytes, ...]]:
     """What is there in each unit of forwards and whole backwards, as they come."""
-    assert plan.predicted is not None
     known = {}
-    for index, (stage, predicted) in enumerate(zip(plan.stages, plan.predicted.stages, strict=True)):
+    for index, (stage, predicted) in enumerate(zip(plan.stages, plan.prediction.stages, strict=True)):
         names = ["head"] * (index == 0) + list(map(str, range(*stage.layers)))
         names += ["tail"] * (index == plan.num_stages - 1)
         for kind, rows in predicted.units:

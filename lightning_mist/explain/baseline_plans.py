@@ -43,7 +43,7 @@ from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.explain.explanation import closed_form_of, differences, kind_of
 from lightning_mist.hardware.catalog import with_stack
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import OFFLOADED, Plan, SearchSpace, step_rates
+from lightning_mist.plan import OFFLOADED, Plan, SearchSpace, StepRates, step_rates
 from lightning_mist.plan.changes import DEFERRED_UPDATE
 from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner.infeasible import UndecidedError
@@ -214,26 +214,27 @@ class ComparedPlan:
     @property
     def step_seconds(self) -> float | None:
         """Predicted seconds of its step."""
-        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.step_seconds
+        return None if self.plan is None else self.plan.prediction.step_seconds
+
+    @property
+    def rates(self) -> StepRates | None:
+        """What it achieves, over all devices."""
+        return None if self.plan is None else step_rates(self.plan, self.plan.prediction.step_seconds)
 
     @property
     def rows_per_second(self) -> float | None:
         """Rows of all devices."""
-        rates = None if self.plan is None or self.step_seconds is None else step_rates(self.plan, self.step_seconds)
-        return None if rates is None else rates.rows_per_second
+        return None if self.rates is None else self.rates.rows_per_second
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens of all devices, if rows have tokens."""
-        rates = None if self.plan is None or self.step_seconds is None else step_rates(self.plan, self.step_seconds)
-        return None if rates is None else rates.tokens_per_second
+        return None if self.rates is None else self.rates.tokens_per_second
 
     @property
     def peak_bytes(self) -> int | None:
         """What tensors take on the device that needs most."""
-        if self.plan is None or self.plan.predicted is None:
-            return None
-        return max(stage.peak_bytes for stage in self.plan.predicted.stages)
+        return None if self.plan is None else self.plan.prediction.peak_bytes
 
     def noted(self, text: str) -> str:
         """What is said of it, with its note."""
@@ -326,18 +327,13 @@ def _searched(planner: Planner, asked: Asked, rival: Rival) -> ComparedPlan:
             shortages += [error.shortage] if error.shortage else []
             continue
         is_late |= found.status == "time limit"
-        best = min(filter(None, (best, found.plan)), key=_seconds)
+        best = min(filter(None, (best, found.plan)), key=lambda plan: plan.prediction.step_seconds)
     if best is not None:
         return ComparedPlan(name=rival.name, plan=best, note=CUT_SHORT if is_late else "")
     # Where a setting fits on its devices, host memory is what it lacks.
     least = min(shortages, key=lambda item: (not item[0], item[1]), default=None)
     reason = UNDIVIDED if least is None else f"does not fit: {least[2]}"
     return ComparedPlan(name=rival.name, plan=None, reason=UNDECIDED if is_late else reason)
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds
 
 
 def _fused(planner: Planner) -> Planner | None:

@@ -47,8 +47,7 @@ def _print_sections(console: TextConsole, sections: Sequence[Section]) -> None:
 
 def memory_table(plan: Plan) -> tuple[str, Table]:
     """A title and a table of what the peak of every group of devices is made of."""
-    assert plan.predicted is not None
-    stages = [plan.predicted.stages[group] for group in range(plan.num_groups)]
+    stages = [plan.prediction.stages[group] for group in range(plan.num_groups)]
     rows = [{name: size for name, size in stage.breakdown if name in WORDS} for stage in stages]
     shown = [
         name

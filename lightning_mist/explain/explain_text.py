@@ -16,8 +16,8 @@ from lightning_mist.explain.explanation import (
     in_words,
 )
 from lightning_mist.plan import Plan
-from lightning_mist.plan.changes import ranges_of
-from lightning_mist.tuner.select import LEAST_SHARE, step_seconds_of_plan
+from lightning_mist.plan.plan_text import ranges_of
+from lightning_mist.tuner.select import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 
 SIMILAR = 0.1
@@ -241,10 +241,9 @@ def _by_which(same: Version | None, least: float, step_seconds: float, other: st
 
 
 def _other(item: OtherPlan, step_seconds: float) -> str:
-    assert item.plan.predicted is not None
-    seconds, peak = step_seconds_of_plan(item.plan), max(stage.peak_bytes for stage in item.plan.predicted.stages)
-    change = f"{format_seconds(seconds)} per step ({seconds / step_seconds - 1:+.1%}), peak {format_bytes(peak)}"
-    return f"{change}: {', '.join(item.differences)}."
+    said = item.plan.prediction
+    change = f"{format_seconds(said.step_seconds)} per step ({said.step_seconds / step_seconds - 1:+.1%})"
+    return f"{change}, peak {format_bytes(said.peak_bytes)}: {', '.join(item.differences)}."
 
 
 def _against(version: Version, step_seconds: float) -> str:
@@ -276,7 +275,7 @@ def explanation_data(explanation: Explanation) -> dict[str, Any]:
         "others": [
             {
                 "plan": as_data(item.plan),
-                "step_seconds": step_seconds_of_plan(item.plan),
+                "step_seconds": item.plan.prediction.step_seconds,
                 "differences": list(item.differences),
                 "text": _other(item, step),
             }

@@ -7,7 +7,7 @@ from typing import Literal
 from lightning_mist.cost import step_seconds
 from lightning_mist.plan import OFFLOAD_KINDS, Plan
 from lightning_mist.plan.changes import OFFLOADS
-from lightning_mist.tuner.select import step_seconds_of_plan
+from lightning_mist.plan.plan_tables import counted
 from lightning_mist.units import format_bytes
 
 Limit = Literal["memory", "pace", "boundary", "host memory", "host link", "batch"]
@@ -56,7 +56,7 @@ class Version:
     @property
     def seconds(self) -> float | None:
         """Seconds of its step."""
-        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.step_seconds
+        return None if self.plan is None else self.plan.prediction.step_seconds
 
     @property
     def fits(self) -> bool:
@@ -115,8 +115,7 @@ def kind_of(plan: Plan) -> Kind:
 
 def closed_form_of(plan: Plan) -> float:
     """Step seconds of a plan under 1F1B, by the form that the search minimises; chunks as if they were in one piece."""
-    assert plan.predicted is not None
-    stages = plan.predicted.stages
+    stages = plan.prediction.stages
     groups = [[stages[chunk] for chunk in plan.chunks(group)] for group in range(plan.num_groups)]
     steady = [sum(item.steady_seconds for item in group) for group in groups]
     boundary = [sum(item.boundary_seconds for item in group) for group in groups]
@@ -169,14 +168,14 @@ class Explanation:
     @property
     def step_seconds(self) -> float:
         """Seconds of the plan's step."""
-        return step_seconds_of_plan(self.plan)
+        return self.plan.prediction.step_seconds
 
 
 def differences(kind: Kind, other: Kind) -> tuple[str, ...]:
     """What another kind of plan does differently, in words."""
     found = []
     if other.stages != kind.stages:
-        found.append(f"{_counted(other.stages)} in place of {_counted(kind.stages)}")
+        found.append(f"{counted(other.stages, 'stage')} in place of {counted(kind.stages, 'stage')}")
     if other.tensor != kind.tensor:
         found.append(_tensor(other.tensor))
     if other.zero != kind.zero:
@@ -190,10 +189,6 @@ def differences(kind: Kind, other: Kind) -> tuple[str, ...]:
     if other.schedule != kind.schedule and min(kind.stages, other.stages) > 1:  # One stage has no schedule to speak of.
         found.append(f"schedule {other.schedule} in place of {kind.schedule}")
     return tuple(found)
-
-
-def _counted(stages: int) -> str:
-    return f"{stages} stage{'s' * (stages != 1)}"
 
 
 def _tensor(degrees: Sequence[int]) -> str:

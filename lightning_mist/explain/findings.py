@@ -17,6 +17,7 @@ from lightning_mist.estimate import WORDS
 from lightning_mist.explain.explanation import Finding, Version, in_words
 from lightning_mist.plan import Plan, StagePlan
 from lightning_mist.plan.changes import OFFLOADS, SAVINGS
+from lightning_mist.plan.plan_tables import counted
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.tuner.select import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_rate, format_seconds
@@ -162,7 +163,7 @@ def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float
         steady, boundary = _times(model, plan, group)
         gain = costs.alone(group) - plan.num_microbatches * steady - boundary
         step_gain = costs.step() - costs.step({group: (steady, boundary)})
-        yield _Cost(text, _memory_of(model, plan, group).peak_bytes, gain, step_gain)
+        yield _Cost(text, plan_memory(model.memory, plan)[group].peak_bytes, gain, step_gain)
 
 
 def is_hardly(step_gain: float, gain: float, step: float) -> bool:
@@ -178,11 +179,6 @@ def _gained(costs: Costs, group: int, item: _Cost) -> str:
     if is_hardly(item.step_gain, item.gain, costs.step()):
         return f"{text} (the step would hardly be shorter, as it waits for other stages)"
     return f"{text}, and the step would be {format_seconds(item.step_gain)} shorter"
-
-
-def _memory_of(model: CostModel, plan: Plan, group: int) -> StageMemory:
-    """The peak of one group of devices."""
-    return plan_memory(model.memory, plan)[group]
 
 
 def _times(model: CostModel, plan: Plan, group: int) -> tuple[float, float]:
@@ -257,7 +253,7 @@ def _host_memory(model: CostModel, costs: Costs, group: int, host_limit: float, 
         return Finding(stage=group, limit="host memory", binds=False, values=known, text=text)
     own = plan.stages[group]
     more = [
-        _memory_of(model, _changed_group(plan, group, stage), group)
+        plan_memory(model.memory, _changed_group(plan, group, stage))[group]
         for saving in OFFLOADS.values()
         if saving.level(own)
         for stage in saving.more(own, ratios)
@@ -270,8 +266,7 @@ def _host_memory(model: CostModel, costs: Costs, group: int, host_limit: float, 
 
 
 def _host_link(model: CostModel, plan: Plan, group: int) -> Finding:
-    assert plan.predicted is not None
-    seconds = dict(plan.predicted.stages[group].spent).get("copies_seconds", 0.0)
+    seconds = dict(plan.prediction.stages[group].spent).get("copies_seconds", 0.0)
     own = min(
         models_of(model, plan.stages[group].devices), key=lambda item: copy_rates(item.profile, item.cluster).to_device
     )
@@ -308,15 +303,13 @@ def _lower(text: str) -> str:
 
 def batch_finding(plan: Plan, versions: Sequence[tuple[int, Version]]) -> Finding:
     """What the next smaller and larger numbers of microbatches would take on the same stages."""
-    assert plan.predicted is not None
-    rows, step = plan.global_batch_size // plan.num_loaders, plan.predicted.step_seconds
+    rows, step = plan.global_batch_size // plan.num_loaders, plan.prediction.step_seconds
     who = "Every device loads" if plan.data_parallel_size is None else f"Each of {plan.num_loaders} data loaders brings"
     sizes = sorted({stage.microbatch_size for stage in plan.stages})
     size = "1 row" if sizes == [1] else f"{' or '.join(map(str, sizes))} rows"
     text = (
-        f"{who} {rows} {'row' if rows == 1 else 'rows'}, and all must come apart in equal parts: "
-        f"{plan.num_microbatches} {'microbatch' if plan.num_microbatches == 1 else 'microbatches'} of "
-        f"{size} per data-parallel device"
+        f"{who} {counted(rows, 'row')}, and all must come apart in equal parts: "
+        f"{counted(plan.num_microbatches, 'microbatch')} of {size} per data-parallel device"
     )
     values: list[tuple[str, float]] = [("num_microbatches", float(plan.num_microbatches))]
     for count, version in versions:

@@ -15,6 +15,7 @@ from lightning_mist.errors import InfeasibleError, MistError, PlanError
 from lightning_mist.explain.explanation import (
     Explanation,
     Finding,
+    Kind,
     OtherPlan,
     TechniqueValue,
     Version,
@@ -30,7 +31,7 @@ from lightning_mist.plan.changes import TECHNIQUES, Ground, Technique, microbatc
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import COMPARED
-from lightning_mist.tuner.select import LEAST_SHARE, TuneResult, step_seconds_of_plan
+from lightning_mist.tuner.select import LEAST_SHARE, TuneResult
 from lightning_mist.units import format_seconds
 
 # Asking for plans until time is up: as they are, the best of a search space, and on other machines.
@@ -84,8 +85,7 @@ class Asker:
             held = [memory.host_bytes for memory in plan_memory(model.memory, plan)] if moves else []
         except MistError as error:
             return Version(plan=None, reason=str(error))
-        assert known.predicted is not None
-        peaks = [stage.peak_bytes for stage in known.predicted.stages]
+        peaks = [stage.peak_bytes for stage in known.prediction.stages]
         return Version(
             plan=known,
             missing_bytes=_missing(peaks, on.limits(plan)),
@@ -289,13 +289,13 @@ def _others(asker: Asker, plan: Plan) -> tuple[OtherPlan, ...]:
     """The fastest plans of other kinds that were found, after some of them were searched for."""
     for what, search in _other_spaces(asker, plan):
         asker.best(what, search)
-    mine, best = kind_of(plan), dict[object, Plan]()
-    for other in asker.found:
-        kind = kind_of(other)
-        if kind != mine and (kind not in best or step_seconds_of_plan(other) < step_seconds_of_plan(best[kind])):
-            best[kind] = other
-    fastest = sorted(best.values(), key=lambda other: (step_seconds_of_plan(other), kind_of(other)))[:OTHERS]
-    return tuple(OtherPlan(plan=other, differences=differences(mine, kind_of(other))) for other in fastest)
+    mine, best = kind_of(plan), dict[Kind, Plan]()
+    for other in sorted(asker.found, key=lambda other: (other.prediction.step_seconds, kind_of(other))):
+        best.setdefault(kind_of(other), other)
+    fastest = [
+        OtherPlan(plan=other, differences=differences(mine, kind)) for kind, other in best.items() if kind != mine
+    ]
+    return tuple(fastest[:OTHERS])
 
 
 def _other_spaces(asker: Asker, plan: Plan) -> Iterable[tuple[str, SearchSpace]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.plan import Plan, ScheduleName, StagePlan
+from lightning_mist.plan.plan_text import ranges_of
 from lightning_mist.plan.search_space import SearchSpace
 from lightning_mist.plan.stage_settings import OFFLOAD_KINDS, UPDATED_KINDS, Checkpointing, StageMesh, ZeroStage
 
@@ -131,17 +132,6 @@ class Technique:
 def burdens(plan: Plan) -> tuple[str, ...]:
     """What a plan does beyond computing every layer once on every rank, in words: the fewer, the simpler."""
     return tuple(item.burden for item in reversed(TECHNIQUES) if item.burden and item.use(plan))
-
-
-def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and the last of numbers that follow each other, ascending."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1] = found[-1][0], number
-        else:
-            found.append((number, number))
-    return found
 
 
 def places(plan: Plan, is_used: Callable[[StagePlan], bool]) -> str:

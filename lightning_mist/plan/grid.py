@@ -1,6 +1,5 @@
 """A plan from degrees alone: equal stages, the same for every device."""
 
-from dataclasses import replace
 from typing import Literal
 
 from lightning_mist.errors import PlanError
@@ -61,27 +60,24 @@ def plan_of(
     meshes = _meshes(degrees, pipeline_stages, devices_per_node, *settings) * chunks
     layers = per_stage if checkpointed_layers == "all" else checkpointed_layers
     recomputed = Checkpointing(layers=layers, kind=checkpointing)
-    template = _first_stage(meshes[0], per_stage, rows, zero_stage, recomputed, offload)
+    stages = tuple(
+        StagePlan(
+            layers=(index * per_stage, (index + 1) * per_stage),
+            mesh=mesh,
+            microbatch_size=rows,
+            zero_stage=ZeroStage(zero_stage),
+            checkpointing=recomputed,
+            offload=offload or OffloadRatios(),
+        )
+        for index, mesh in enumerate(meshes)
+    )
     return Plan(
         global_batch_size=global_batch_size,
         num_microbatches=count,
         schedule=schedule,
         # Where parts would be of several devices' batches, every copy of the pipeline loads one.
         data_parallel_size=None if count * data % world_size == 0 else data,
-        stages=_stages_like(template, meshes),
-    )
-
-
-def _first_stage(
-    mesh: StageMesh, layers: int, rows: int, zero_stage: int, recomputed: Checkpointing, offload: OffloadRatios | None
-) -> StagePlan:
-    return StagePlan(
-        layers=(0, layers),
-        mesh=mesh,
-        microbatch_size=rows,
-        zero_stage=ZeroStage(zero_stage),
-        checkpointing=recomputed,
-        offload=offload or OffloadRatios(),
+        stages=stages,
     )
 
 
@@ -122,13 +118,6 @@ def _meshes(
         )
         for devices in rank_layout([(data, tensor * context)] * groups, devices_per_node)
     ]
-
-
-def _stages_like(first: StagePlan, meshes: list[StageMesh]) -> tuple[StagePlan, ...]:
-    count = first.num_layers
-    return tuple(
-        replace(first, layers=(index * count, (index + 1) * count), mesh=mesh) for index, mesh in enumerate(meshes)
-    )
 
 
 def _data_degree(wanted: int | None, shared: int, world_size: int) -> int:

@@ -117,13 +117,6 @@ class Mesh:
             return self.held
         return tuple(item for item in self.held if item.is_even or item.owner(self.stage) == self.shard_index)
 
-    def speaker(self, parameter: HeldParameter) -> int:
-        """The global rank that answers for a parameter: the owner in the first stage that holds it.
-
-        Where tensor parallelism has shared the parameter out, it is the first of those that do.
-        """
-        return stage_ranks(self.plan, parameter.stages[0])[parameter.owners[0]]
-
 
 def stage_ranks(plan: Plan, stage: int, tensor_index: int = 0) -> tuple[int, ...]:
     """Global ranks of a stage with one tensor-parallel index, by data-, then context-parallel index."""

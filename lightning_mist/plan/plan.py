@@ -251,6 +251,11 @@ class Predicted:
             if value not in known:
                 raise PlanError(f"{name} = {value!r}: known are {', '.join(known)}")
 
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the fullest device of all."""
+        return max(stage.peak_bytes for stage in self.stages)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -296,6 +301,13 @@ class Plan:
                 f"predicted.stages has {len(self.predicted.stages)} entries for {len(self.stages)} stages: "
                 "they must be as many"
             )
+
+    @property
+    def prediction(self) -> Predicted:
+        """The cost model's figures, of a plan that has some."""
+        if self.predicted is None:
+            raise PlanError("the plan predicts nothing: plan again with `lightning-mist plan`")
+        return self.predicted
 
     @property
     def is_plain(self) -> bool:

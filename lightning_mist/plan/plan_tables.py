@@ -8,7 +8,7 @@ from rich.table import Table
 from lightning_mist.console import TextConsole
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.plan import Plan, StagePlan
-from lightning_mist.plan.plan_text import hybrid
+from lightning_mist.plan.plan_text import hybrid, ranges_of
 from lightning_mist.plan.throughput import StepRates, step_rates
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
@@ -54,10 +54,9 @@ def seconds_table(plan: Plan) -> tuple[str, Table] | None:
 
 def spent_rows(plan: Plan) -> list[dict[str, float]]:
     """Seconds by term for every group of devices of a plan with a prediction, without what is next to nothing."""
-    assert plan.predicted is not None
-    least = _LEAST_SHARE * plan.predicted.step_seconds
+    least = _LEAST_SHARE * plan.prediction.step_seconds
     return [
-        {name: seconds for name, seconds in plan.predicted.stages[group].spent if seconds > least}
+        {name: seconds for name, seconds in plan.prediction.stages[group].spent if seconds > least}
         for group in range(plan.num_groups)
     ]
 
@@ -96,9 +95,8 @@ def rate_lines(plan: Plan) -> tuple[str, ...]:
 
 def speed_line(plan: Plan) -> str:
     """What a predicted step takes and achieves, in one line: its seconds, tokens, and model FLOPs utilisation."""
-    assert plan.predicted is not None
-    rates = step_rates(plan, plan.predicted.step_seconds)
-    parts = [f"{format_seconds(plan.predicted.step_seconds)} per step"]
+    rates = step_rates(plan, plan.prediction.step_seconds)
+    parts = [f"{format_seconds(plan.prediction.step_seconds)} per step"]
     if rates is not None:
         is_text = rates.tokens_per_second is not None
         rate = rates.tokens_per_second if rates.tokens_per_second is not None else rates.rows_per_second
@@ -123,8 +121,7 @@ def per_second(value: float) -> str:
 
 def _utilisation(plan: Plan, rates: StepRates) -> str:
     """Model FLOPs utilisation, and what it is measured by."""
-    assert plan.predicted is not None
-    work = plan.predicted.work
+    work = plan.prediction.work
     assert work is not None
     if rates.utilisation is None:
         return work.peak_source
@@ -147,13 +144,7 @@ def _range(layers: tuple[int, int]) -> str:
 
 def ranges(devices: Sequence[int]) -> str:
     """Numbers in their order, runs of neighbours shortened: ``0-3, 8``."""
-    runs: list[list[int]] = []
-    for device in devices:
-        if runs and device == runs[-1][1] + 1:
-            runs[-1][1] = device
-        else:
-            runs.append([device, device])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges_of(devices))
 
 
 def _offload(stage: StagePlan) -> str:
@@ -244,6 +235,11 @@ def counted(number: int, noun: str) -> str:
     """A number of things in words."""
     plural = noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
     return f"{number} {plural}"
+
+
+def stages_named(stages: Sequence[int]) -> str:
+    """The stages that share a group of devices, by number."""
+    return f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
 
 
 def describe_changes(plan: Plan, other: Plan) -> str:

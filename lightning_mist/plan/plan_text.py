@@ -1,6 +1,6 @@
 """A plan for people, in one line."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from lightning_mist.plan.plan import Plan, StagePlan
@@ -155,6 +155,17 @@ def recipe_of(plan: Plan) -> str:
         f"loaders {plan.data_parallel_size}": plan.data_parallel_size,
     }
     return ", ".join(part for part, is_used in parts.items() if is_used)
+
+
+def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last of numbers that follow each other, in their order."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return found
 
 
 def _span(values: Sequence[int]) -> str:

@@ -201,7 +201,7 @@ def _label_lanes(axis: Any, timeline: Timeline, height: float) -> None:
     size = 8 if height >= 0.2 else 6
     places = _places(timeline)
     middle = places[None][0] + places[None][1] / 2
-    axis.set_yticks([count - 1 - index + middle for index in range(count)], [_short(text) for text in labels])
+    axis.set_yticks([count - 1 - index + middle for index in range(count)], list(map(_short, labels)))
     axis.tick_params(axis="y", length=0, labelsize=size)
     if _names_thin(timeline, height):
         thin = [(bottom + room / 2, kind) for kind, (bottom, room) in places.items() if kind]
@@ -215,8 +215,8 @@ def _names_thin(timeline: Timeline, height: float) -> bool:
     return all(room * height >= _LABELLED for _, room in _places(timeline).values())
 
 
-def _short(text: str, most: int = 20) -> str:
-    return "\n".join(line if len(line) <= most else line[: most - 3] + "..." for line in text.splitlines())
+def _short(text: str) -> str:
+    return "\n".join(line if len(line) <= 20 else line[:17] + "..." for line in text.splitlines())
 
 
 def _title(figure: Any, timeline: Timeline, windows: Sequence[Window]) -> None:

@@ -7,22 +7,7 @@ from html import escape
 from io import StringIO
 from typing import Any
 
-from lightning_mist.estimate import FORMATS, check_matplotlib, check_picture
 from lightning_mist.report.timeline import Timeline, Window, left_out
-
-__all__ = [
-    "FORMATS",
-    "INK",
-    "PAPER",
-    "SHADE",
-    "check_matplotlib",
-    "check_picture",
-    "inline_svg",
-    "panels",
-    "save",
-    "styled",
-    "time_unit",
-]
 
 INK = "#1a1a1b"
 """Text and lines."""
@@ -139,14 +124,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return "ns", 1e9
 
 
-def panels(
-    figure: Any,
-    rows: int,
-    windows: Sequence[Window],
-    step_seconds: float,
-    *,
-    height_ratios: Sequence[float] | None = None,
-) -> Any:
+def panels(figure: Any, rows: int, windows: Sequence[Window], step_seconds: float) -> Any:
     """Axes for several rows of one step, side by side for each part that is shown of it; in the unit of the step."""
     spans = [end - start for start, end in windows]
     axes = figure.subplots(
@@ -154,7 +132,7 @@ def panels(
         len(windows),
         squeeze=False,
         sharey="row",
-        gridspec_kw={"width_ratios": spans, "height_ratios": height_ratios, "wspace": 0.05 if len(windows) > 1 else 0},
+        gridspec_kw={"width_ratios": spans, "wspace": 0.05 if len(windows) > 1 else 0},
     )
     unit, factor = time_unit(step_seconds)
     for row in range(rows):

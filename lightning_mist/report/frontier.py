@@ -37,14 +37,12 @@ class FrontierPoint:
     @property
     def seconds(self) -> float | None:
         """Seconds of the plan's step."""
-        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.step_seconds
+        return None if self.plan is None else self.plan.prediction.step_seconds
 
     @property
     def peak_bytes(self) -> int | None:
         """Bytes of the plan's most loaded device."""
-        if self.plan is None or self.plan.predicted is None:
-            return None
-        return max(stage.peak_bytes for stage in self.plan.predicted.stages)
+        return None if self.plan is None else self.plan.prediction.peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +82,7 @@ def memory_frontier(
     last = FrontierPoint(share=1.0, memory_limit=whole, plan=chosen)
     for share in sorted(shares, reverse=True):
         limit = int(share * whole)
-        if last.plan is None or _fits(last, limit * tensor_share(planner.cluster)):
+        if last.peak_bytes is None or last.peak_bytes <= limit * tensor_share(planner.cluster):
             # What fits now too is still the best; what does not fit in more does not fit in less.
             points.append(replace(last, share=share, memory_limit=limit))
             continue
@@ -111,10 +109,6 @@ def memory_frontier(
     points.reverse()
     points.append(FrontierPoint(share=1.0, memory_limit=whole, plan=chosen))
     return Frontier(points=tuple(points), left_out=tuple(left_out))
-
-
-def _fits(point: FrontierPoint, usable: float) -> bool:
-    return point.peak_bytes is not None and point.peak_bytes <= usable
 
 
 def frontier_lines(frontier: Frontier) -> tuple[str, ...]:
@@ -150,9 +144,9 @@ def frontier_figure(frontier: Frontier) -> Any:
     from matplotlib.figure import Figure
 
     found = [
-        (point.memory_limit / _GIB, point.plan, point.plan.predicted.step_seconds)
+        (point.memory_limit / _GIB, point.plan, point.plan.prediction.step_seconds)
         for point in frontier.points
-        if point.plan is not None and point.plan.predicted is not None
+        if point.plan is not None
     ]
     unit, factor = time_unit(max((seconds for *_, seconds in found), default=1.0))
     figure = Figure(figsize=(9.0, 3.2))

@@ -11,7 +11,7 @@ from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.plan import Plan, Predicted, ZeroStage, step_rates
-from lightning_mist.plan.plan_tables import per_second, spent_rows, stage_cells
+from lightning_mist.plan.plan_tables import counted, per_second, spent_rows, stage_cells, stages_named
 from lightning_mist.report.draw_memory import COLORS as MEMORY_COLORS
 from lightning_mist.report.draw_memory import WORDS as MEMORY_WORDS
 from lightning_mist.report.figures import inline_svg, styled
@@ -99,21 +99,20 @@ _PLAN = (
 
 def headline(plan: Plan) -> str:
     """A plan in a sentence."""
-    assert plan.predicted is not None
-    seconds = plan.predicted.step_seconds
+    seconds = plan.prediction.step_seconds
     if plan.num_groups < plan.num_stages:
         parts = f"{plan.num_stages} stages on {plan.num_groups} groups of devices, {plan.world_size} in all"
     elif plan.num_stages > 1:
         parts = f"{plan.num_stages} pipeline stages on {plan.world_size} devices"
     else:
-        parts = f"One stage (no pipeline) on {plan.world_size} device{'s' * (plan.world_size > 1)}"
+        parts = f"One stage (no pipeline) on {counted(plan.world_size, 'device')}"
     rates = step_rates(plan, seconds)
     tokens = None if rates is None else rates.tokens_per_second
     rate = "" if tokens is None else f", {per_second(tokens)} tokens/s"
     loaders = "" if plan.data_parallel_size is None else f" of {plan.num_loaders} data loaders"
     return (
-        f"{parts}: a step of {plan.global_batch_size} rows{loaders} in {plan.num_microbatches} "
-        f"microbatch{'es' * (plan.num_microbatches > 1)} is predicted to take {format_seconds(seconds)}{rate}."
+        f"{parts}: a step of {plan.global_batch_size} rows{loaders} in {counted(plan.num_microbatches, 'microbatch')} "
+        f"is predicted to take {format_seconds(seconds)}{rate}."
     )
 
 
@@ -179,8 +178,7 @@ def _memory(report: Report, simulation: Simulation) -> str:
     """Bytes over the step as a picture, of plans that say what they are made of."""
     from lightning_mist.report.draw_memory import memory_figure, memory_picture, unit_figure
 
-    assert report.plan.predicted is not None
-    if not all(stage.needs for stage in report.plan.predicted.stages):
+    if not all(stage.needs for stage in report.plan.prediction.stages):
         return ""
     picture = memory_picture(report.plan, report.memory_limits, simulation)
     with styled("memory", is_text=True):
@@ -478,7 +476,7 @@ def seconds_section(plan: Plan) -> str:
     rows, step = spent_rows(plan), predicted.step_seconds
     if not any(rows) or step <= 0:
         return ""
-    terms, labels = _present(SPENT, rows), [group_name(plan, group) for group in range(plan.num_groups)]
+    terms, labels = _present(SPENT, rows), [stages_named(plan.chunks(group)) for group in range(plan.num_groups)]
     busy = [format_seconds(step - row.get("bubble_seconds", 0.0)) + " busy" for row in rows]
     bars = [
         StackedBar(label, _parts(row, terms, step, format_seconds), text)
@@ -492,8 +490,7 @@ def seconds_section(plan: Plan) -> str:
 
 def memory_section(plan: Plan, limits: Sequence[float] = ()) -> str:
     """What the peak of every stage is made of."""
-    assert plan.predicted is not None
-    stages = [plan.predicted.stages[group] for group in range(plan.num_groups)]
+    stages = [plan.prediction.stages[group] for group in range(plan.num_groups)]
     rows = [{name: value for name, value in stage.breakdown if name in TERMS} for stage in stages]
     if not any(rows):
         return ""
@@ -501,7 +498,7 @@ def memory_section(plan: Plan, limits: Sequence[float] = ()) -> str:
     terms = _present({name: (MEMORY_WORDS[name], color) for name, color in MEMORY_COLORS.items()}, rows)
     bars, cells = [], []
     for group, (stage, row) in enumerate(zip(stages, rows, strict=True)):
-        label, limit = group_name(plan, group), limits[group] if limits else None
+        label, limit = stages_named(plan.chunks(group)), limits[group] if limits else None
         mark = None if limit is None else limit / top
         bars.append(StackedBar(label, _parts(row, terms, top, format_bytes), _of_limit(stage.peak_bytes, limit), mark))
         amounts = (format_bytes(row[name]) if row.get(name) else "-" for name in terms)
@@ -561,12 +558,6 @@ def comparison_table(compared: Sequence[ComparedPlan]) -> str:
             ]
         )
     return table(headings, rows, text=("plan", "settings"), ours=0)
-
-
-def group_name(plan: Plan, group: int) -> str:
-    """The stages of a group of devices."""
-    chunks = plan.chunks(group)
-    return f"stage{'s' * (len(chunks) > 1)} {' and '.join(map(str, chunks))}"
 
 
 def _part(seconds: float, step: float) -> str:

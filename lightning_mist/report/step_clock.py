@@ -8,6 +8,7 @@ from rich.table import Table
 
 from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan
+from lightning_mist.plan.plan_tables import stages_named
 from lightning_mist.report.timeline import LEAST_IDLE, BarKind, Lane, Timeline, timeline_of
 from lightning_mist.schedule import simulate_plan
 from lightning_mist.schedule.critical_path import CriticalPath, critical_path
@@ -120,14 +121,7 @@ def render_clock(found: SimulatedStep, *, width: int = 120, color: bool = False)
 def _table(found: SimulatedStep) -> Table:
     table = Table()
     kinds = [kind for kind in KINDS if any(kind in dict(group.work_seconds) for group in found.groups)]
-    for heading in (
-        "stage",
-        *(KINDS[kind] for kind in kinds),
-        "in all",
-        "waiting",
-        "longest wait",
-        "most in flight",
-    ):
+    for heading in ("stage", *map(KINDS.__getitem__, kinds), "in all", "waiting", "longest wait", "most in flight"):
         table.add_column(heading, justify="right")
     for group in found.groups:
         seconds = dict(group.work_seconds)
@@ -135,11 +129,16 @@ def _table(found: SimulatedStep) -> Table:
             " and ".join(map(str, group.stages)),
             *(format_seconds(seconds[kind]) if kind in seconds else "-" for kind in kinds),
             format_seconds(group.busy_seconds),
-            f"{format_seconds(group.waiting_seconds)} {_share(group.waiting_seconds, found.step_seconds)}",
+            _told(group.waiting_seconds, found.step_seconds),
             format_seconds(group.longest_wait),
             str(group.most_in_flight),
         )
     return table
+
+
+def _told(seconds: float, step: float) -> str:
+    """Seconds, and what part of a step they are."""
+    return f"{format_seconds(seconds)} {_share(seconds, step)}"
 
 
 def _share(seconds: float, step: float) -> str:
@@ -154,19 +153,14 @@ def path_lines(found: SimulatedStep) -> list[str]:
     busiest, step, path = found.groups[found.busiest], found.step_seconds, found.path
     lines = []
     if len(found.groups) > 1:
-        share = _share(busiest.busy_seconds, step)
-        lines.append(f"busiest: {_name(busiest.stages)}, {format_seconds(busiest.busy_seconds)} {share}")
+        lines.append(f"busiest: {stages_named(busiest.stages)}, {_told(busiest.busy_seconds, step)}")
     parts = [
-        (seconds, f"{_name(group.stages)} {_verb(group.stages)} for {format_seconds(seconds)} {_share(seconds, step)}")
+        (seconds, f"{stages_named(group.stages)} work{'s' * (len(group.stages) == 1)} for {_told(seconds, step)}")
         for group, seconds in zip(found.groups, path.work_seconds, strict=True)
         if seconds > 0
     ]
     others = [(path.transfer_seconds, "transfers between stages take"), (path.other_seconds, "receiving takes")]
-    parts += [
-        (seconds, f"{words} {format_seconds(seconds)} {_share(seconds, step)}")
-        for seconds, words in others
-        if seconds > _SEEN * step
-    ]
+    parts += [(seconds, f"{words} {_told(seconds, step)}") for seconds, words in others if seconds > _SEEN * step]
     ordered = [words for _, words in sorted(parts, reverse=True)]
     shown, rest = ordered[:_MOST], len(ordered) - _MOST
     more = f"; and {rest} more" if rest > 0 else ""
@@ -180,14 +174,6 @@ _MOST = 6
 
 _SEEN = 1e-4
 """Part of a step that is worth telling."""
-
-
-def _name(stages: Sequence[int]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
-
-
-def _verb(stages: Sequence[int]) -> str:
-    return "work" if len(stages) > 1 else "works"
 
 
 def _chain(path: CriticalPath, groups: Sequence[GroupClock]) -> str:

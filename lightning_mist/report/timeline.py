@@ -166,13 +166,12 @@ def timeline_of(plan: Plan, simulation: Simulation | None = None) -> Timeline:
         PlanError: If nothing was predicted, or no time.
     """
     simulation = simulation or simulate_plan(plan)
-    assert plan.predicted is not None
     if simulation.makespan <= 0:
         raise PlanError(
             "predicted.step_seconds = 0: nothing takes time, so there is nothing to draw; plan again with "
             "`lightning-mist plan`"
         )
-    terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
+    terms = [dict(stage.breakdown) for stage in plan.prediction.stages]
     return Timeline(
         lanes=tuple(_lane(plan, group, spans, terms) for group, spans in enumerate(simulation.spans)),
         step_seconds=simulation.makespan,
@@ -199,9 +198,8 @@ def _lane(plan: Plan, group: int, spans: Sequence[Span], terms: Sequence[dict[st
 
 def _passes(plan: Plan, group: int, spans: Sequence[Span]) -> Iterator[Pass]:
     """Rows of units beside the work of a group, and when that is done."""
-    assert plan.predicted is not None
     chunks = plan.chunks(group)
-    known = {chunk: dict(plan.predicted.stages[chunk].units) for chunk in chunks}
+    known = {chunk: dict(plan.prediction.stages[chunk].units) for chunk in chunks}
     if not any(known.values()):
         return
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from lightning_mist.cli.output import answer, answers_alone, has_colors, say
+from lightning_mist.cli.output import answers_alone, display, say
 
 PRINTED = ("by Python", "by C, which holds it back", "past both", "by a process")
 
@@ -26,8 +26,7 @@ def main(answers: int) -> None:
             print_in_every_way()
             say("progress")
             for _ in range(answers):
-                answer("an answer")
-            assert not has_colors()
+                display(lambda width, color: f"an answer{' in colour' * color}")
     finally:
         print("after")
 

@@ -1,6 +1,7 @@
 import pytest
 
-from lightning_mist.cli.output import explanation_of, show_explanation
+from lightning_mist.cli.output import display, explanation_of
+from lightning_mist.explain import render_explanation
 from lightning_mist.tuner import Planner, SearchSpace
 from tests.specs import cluster, profile, spec
 
@@ -26,7 +27,7 @@ def test_all_of_it_is_searched_for_and_said_so_meanwhile(found, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "searching plans without each technique" in captured.err
-    show_explanation(why)
+    display(render_explanation, why)
     shown = capsys.readouterr().out
     assert "--explain" not in shown
     assert "etter machine" in shown

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from lightning_mist.cli.output import say, show_plan, terminal_width
-from lightning_mist.plan import plan_of
+from lightning_mist.cli.output import display, say, terminal_width
+from lightning_mist.plan import plan_of, render
 from tests.cli.loud import PRINTED, print_in_every_way
 from tests.cli.networks import make_net, run
 from tests.cli.test_plan_command import plan_arguments
@@ -25,7 +25,7 @@ def test_tables_get_the_terminal_s_width_and_never_less_than_80(monkeypatch, col
 
 def test_a_plan_goes_to_stdout_within_the_width(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "90")
-    show_plan(plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2))
+    display(render, plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2))
     shown = capsys.readouterr()
     assert shown.out.startswith("2 stages on 2 devices, 1f1b: 8 rows in 2 microbatches\n")
     assert "\x1b" not in shown.out  # no colours where nobody sees them

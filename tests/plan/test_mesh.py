@@ -129,8 +129,6 @@ def test_shard_groups_are_neighbours_and_own_alike():
     owned = [{item.name for item in mesh.owned} for mesh in meshes]
     assert owned[0] == owned[1] == owned[4] == owned[5] != owned[2] == owned[6]
     assert owned[0] | owned[2] == {"w0", "tied", "frozen"}
-    for item in meshes[0].held:
-        assert meshes[0].speaker(item) in (0, 2)
     groups = process_groups(plan, module_map)
     assert {(0, 2), (4, 6), (1, 3), (5, 7), (0, 4), (2, 6), (1, 5), (3, 7), (0, 2, 4, 6)} <= set(groups)
 

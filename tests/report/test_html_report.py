@@ -19,7 +19,6 @@ from lightning_mist.report.html_report import (
     Report,
     comparison_bars,
     comparison_table,
-    group_name,
     headline,
     memory_section,
     render_report,
@@ -235,7 +234,6 @@ def test_files(tmp_path, monkeypatch):
 
 def test_sections_name_every_group():
     plan = predicted(2, 4, schedule="interleaved-1f1b", chunks=2)
-    assert [group_name(plan, group) for group in range(2)] == ["stages 0 and 2", "stages 1 and 3"]
     for text in (seconds_section(plan), memory_section(plan), memory_section(plan, (1e7,) * 4)):
         assert parsed(text).text.count("stages 0 and 2") == 2
 

@@ -386,9 +386,8 @@ class FitPlanner:
             return made.plan
         bare, spec = self.plainest(), self.spec
         assert spec is not None
-        assert bare.predicted is not None
         why = enough(
-            predicted=(made.predicted, bare.predicted),
+            predicted=(made.predicted, bare.prediction),
             fits=lambda: estimate_of(spec, self.cluster, bare, self.budget.limit).verdict == "fits",
         )
         if why is None:
