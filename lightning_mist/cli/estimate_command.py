@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cli.cluster_input import oldest_capability, open_cluster, precision_of
-from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
+from lightning_mist.cli.cluster_input import open_cluster, precision_of
+from lightning_mist.cli.network import NetworkOptions, closed_network, describe_network
 from lightning_mist.cli.output import answer, display, say
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import OFFLOAD_KINDS, CheckpointingKind, OffloadRatios, Plan, ScheduleName, load, plan_of
@@ -63,19 +63,12 @@ _NUMBERS = tuple(name for name, value in _DEGREES.items() if value is None or ty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """What to estimate on what, and how to show it.
+    """On what to estimate, and how to show it.
 
     Attributes:
-        model: A preset such as llama-7b, the path of a Hugging Face config.json, or package.module:function, whose
-            function returns a module with a training_step and a batch for it.
         cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, a profile.json that lightning-mist profile
             wrote, or "local" for this machine; with --plan also one of unlike devices, 8xA100-40+2x8xV100-32.
         global_batch_size: Rows that one batch brings over all devices; by default one for each device.
-        seq_len: Tokens per row, for presets and configurations.
-        precision: Lightning's name of the precision, such as bf16-mixed; by default bf16-true with master weights where
-            all devices multiply in bfloat16, else 32-true.
-        master_weights: Whether weights in bfloat16 have masters in float32, which are updated.
-        optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         plan: A plan file, in place of the degrees that follow.
         memory_limit: The most memory of each device that may be used, such as 22GiB.
         allocator: Settings of torch's allocator as in PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True.
@@ -83,19 +76,10 @@ class EstimateRequest:
         json: Print JSON on stdout and nothing else there.
         picture: Where to draw the bytes of every stage over one step, as .png, .pdf or .svg; needs matplotlib.
         closed_form: Do not trace: estimate a transformer from its sizes alone, in a moment and less exactly.
-        trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
-        lora_rank: Freeze the network and train adapters of this width alone (LoRA).
-        lora_targets: Beside which linear layers they are, such as "q_proj,k_proj,v_proj,o_proj"; by default those of
-            attention's queries and values.
     """
 
-    model: str
     cluster: str
     global_batch_size: int | None = None
-    seq_len: int | None = None
-    precision: str | None = None
-    master_weights: bool = False
-    optimizer: str | None = None
     plan: str | None = None
     memory_limit: str | None = None
     allocator: str = ""
@@ -103,16 +87,14 @@ class EstimateRequest:
     json: bool = False
     picture: str | None = None
     closed_form: bool = False
-    trace: bool = False
-    lora_rank: int | None = None
-    lora_targets: str = ""
 
 
-def estimate(*, request: EstimateRequest, degrees: Degrees) -> None:
+def estimate(*, network: NetworkOptions, request: EstimateRequest, degrees: Degrees) -> None:
     """Say what a plan needs of every device's memory, and what would make it fit.
 
     Args:
-        request: What to estimate on what.
+        network: What to estimate.
+        request: On what, and how to show it.
         degrees: A plan by degrees.
     """
     from lightning_mist.estimate import combinations, limit_of, parse_sweep
@@ -129,19 +111,19 @@ def estimate(*, request: EstimateRequest, degrees: Degrees) -> None:
     limit = limit_of(roomiest, request.memory_limit)
     axes = {} if sweep is None else parse_sweep(sweep, ("global_batch_size", "seq_len", *_DEGREES))
     rows = _rows(request, given, machine)
-    base = {**asdict(degrees), "global_batch_size": rows, "seq_len": request.seq_len}
+    base = {**asdict(degrees), "global_batch_size": rows, "seq_len": network.seq_len}
     points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
     if given is None:
         _check_degrees(points, machine, refuse=not axes)
     settings = parse_allocator_settings(request.allocator, roomiest.device.memory_bytes)
-    open_one = _Estimators(request, machine, limit, _degrees_of(given, points), settings)
+    open_one = _Estimators(network, machine, limit, _degrees_of(given, points), settings, closed=request.closed_form)
     if axes:
         found = [_point(open_one, base, values) for values in combinations(axes)]
         _print_sweep(found, request.json)
         if all(point.estimate is None for point in found):
             raise PlanError(f"sweep {sweep!r}: none of the {len(found)} combinations is a plan: {found[0].error}")
     else:
-        estimator = open_one(request.seq_len, rows)
+        estimator = open_one(network.seq_len, rows)
         shown = given or _plan(estimator.spec.num_layers, machine, base)
         _print_estimate(estimator, shown, request.json, request.picture)
 
@@ -151,14 +133,16 @@ class _Estimators:
 
     def __init__(
         self,
-        request: EstimateRequest,
+        network: NetworkOptions,
         machine: "AnyCluster",
         limit: int,
         degrees: tuple[int, ...],
         allocator: "AllocatorSettings",
+        *,
+        closed: bool,
     ) -> None:
-        self._request, self._machine, self._limit, self._degrees = request, machine, limit, degrees
-        self._allocator = allocator
+        self._network, self._machine, self._limit, self._degrees = network, machine, limit, degrees
+        self._allocator, self._is_closed = allocator, closed
         self._known: dict[int | None, Estimator] = {}
 
     def __call__(self, seq_len: int | None, rows: int) -> "Estimator":
@@ -172,23 +156,10 @@ class _Estimators:
         """Trace, or take the closed form where that is asked for or nothing else is possible."""
         from lightning_mist.estimate import Estimator
 
-        asked = self._request
+        asked = self._network
         precision = precision_of(self._machine, asked.precision, master_weights=asked.master_weights)
-        request = NetworkRequest(
-            model=self._request.model,
-            precision=precision.name,
-            master_weights=precision.master_weights,
-            optimizer=self._request.optimizer,
-            trace=self._request.trace,
-            lora_rank=self._request.lora_rank,
-            lora_targets=self._request.lora_targets,
-            rows=rows,
-            seq_len=seq_len,
-            degrees=self._degrees,
-            device_kind=self._machine.kind,
-            capability=oldest_capability(self._machine),
-        )
-        if self._request.closed_form:
+        request = asked.on(self._machine, precision, rows=rows, seq_len=seq_len, degrees=self._degrees)
+        if self._is_closed:
             spec = closed_network(request)
             return Estimator(spec, self._machine, self._limit, "closed form (asked for)")
         try:

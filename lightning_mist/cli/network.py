@@ -3,11 +3,12 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning_mist.cli.cluster_input import Precision, oldest_capability
 from lightning_mist.cli.output import say, told
 from lightning_mist.errors import MistError
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightning_mist.estimate.transformer_sizes import TransformerDims
+    from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec, OptimizerSpec
 
 LONG_ROWS = 32_768
@@ -25,36 +27,60 @@ LONG_DEGREES = (2, 4, 8)
 """In how many parts rows are shared then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkRequest:
-    """A network as commands ask for it.
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """A network as it is asked for on the command line.
 
     Attributes:
-        degrees: Tensor-parallel degrees to look at.
-        contexts: Context-parallel degrees to look at; None for :data:`LONG_DEGREES` where a network that is described
-            has rows of :data:`LONG_ROWS` or more.
-        optimizer: Class in torch.optim; None for what the module's configure_optimizers makes, else AdamW.
-        lora_rank: Width of the adapters that alone are trained; None to train the network as it is.
-        lora_targets: Last parts of the names of the layers that get one, with commas; empty for attention's defaults.
+        model: A preset such as llama-7b, the path of a Hugging Face config.json, or package.module:function, whose
+            function returns a module with a training_step and a batch for it.
+        seq_len: Tokens per row, for presets and configurations.
+        precision: Lightning's name of the precision, such as bf16-mixed; by default bf16-true with master weights where
+            all devices multiply in bfloat16, else 32-true.
+        master_weights: Whether weights in bfloat16 have masters in float32, which are updated.
+        optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
+        trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
+        lora_rank: Freeze the network and train adapters of this width alone (LoRA).
+        lora_targets: Beside which linear layers they are, such as "q_proj,k_proj,v_proj,o_proj"; by default those of
+            attention's queries and values.
     """
 
     model: str
-    rows: int
-    seq_len: int | None
-    precision: str
-    optimizer: str | None
-    degrees: tuple[int, ...]
-    device_kind: str
-    contexts: tuple[int, ...] | None = None
-    capability: tuple[int, int] | None = None
-    trace: bool = False
+    seq_len: int | None = None
+    precision: str | None = None
     master_weights: bool = False
+    optimizer: str | None = None
+    trace: bool = False
     lora_rank: int | None = None
     lora_targets: str = ""
 
     def __post_init__(self) -> None:
         if self.lora_targets and self.lora_rank is None:
             raise ValueError(f"lora_targets = {self.lora_targets!r} without lora_rank: give --lora-rank 16, too")
+
+    def on(self, machine: "AnyCluster", precision: Precision, **more: Any) -> "NetworkRequest":
+        """The request for it on a machine, in a precision that was settled."""
+        settled = {"precision": precision.name, "master_weights": precision.master_weights}
+        known = {"device_kind": machine.kind, "capability": oldest_capability(machine)}
+        return NetworkRequest(**{**asdict(self), **settled, **known, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkRequest(NetworkOptions):
+    """A network for a machine.
+
+    Attributes:
+        degrees: Tensor-parallel degrees to look at.
+        contexts: Context-parallel degrees to look at; None for :data:`LONG_DEGREES` where a network that is described
+            has rows of :data:`LONG_ROWS` or more.
+    """
+
+    precision: str
+    rows: int
+    degrees: tuple[int, ...]
+    device_kind: str
+    contexts: tuple[int, ...] | None = None
+    capability: tuple[int, int] | None = None
 
 
 def describe_network(request: NetworkRequest) -> "ModelSpec":

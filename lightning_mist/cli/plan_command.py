@@ -2,17 +2,15 @@
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import (
-    Precision,
     check_rates,
     devices_of,
     in_stack,
     is_local,
-    oldest_capability,
     open_cluster,
     open_profile,
     precision_of,
@@ -25,7 +23,7 @@ from lightning_mist.cli.html_output import (
     print_comparison,
     write_html,
 )
-from lightning_mist.cli.network import NetworkRequest, describe_network
+from lightning_mist.cli.network import NetworkOptions, NetworkRequest, describe_network
 from lightning_mist.cli.output import (
     answer,
     display,
@@ -51,23 +49,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCommandRequest:
-    """What to plan for what, and what to show of it.
+    """On what to plan, and what to show of it.
 
     Attributes:
-        model: A preset such as gpt3-22b, the path of a Hugging Face config.json, or package.module:function, whose
-            function returns a module with a training_step and a batch for it.
         cluster: Such as 4x8xL4 (nodes x devices x device), 8xA100-40+2x8xV100-32, a cluster.yaml, a profile.json that
             lightning-mist profile wrote, or "local" for this machine, measured; "local:4" for four processes on it.
         global_batch_size: Rows that one batch brings over all devices.
-        seq_len: Tokens per row, for presets and configurations.
-        precision: Lightning's name of the precision, such as bf16-mixed; by default bf16-true with master weights where
-            all devices multiply in bfloat16, else 32-true.
-        master_weights: Whether weights in bfloat16 have masters in float32, which are updated.
         memory_limit: The most memory of each device that the plan may use, such as 22GiB.
         host_memory_limit: The most memory of each node's host that offloading may take, such as 200GiB; by default 80 %
             of what it has. Hosts that are not described are taken to have as much.
         out: Where to write the plan file.
-        optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         json: Print JSON on stdout and nothing else there.
         explain: Say all about why: what binds, what each technique buys against the best plan without it, the best
             plans of other kinds, and what a better machine would buy.
@@ -78,39 +69,28 @@ class PlanCommandRequest:
             with the Triton kernel of 2023).
         html: Where to write a page with all of this, pictures of a step, all that --explain says, and what less memory
             would cost; it needs nothing else to be read.
-        trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
-        lora_rank: Freeze the network and train adapters of this width alone (LoRA).
-        lora_targets: Beside which linear layers they are, such as "q_proj,k_proj,v_proj,o_proj"; by default those of
-            attention's queries and values.
     """
 
-    model: str
     cluster: str
     global_batch_size: int
-    seq_len: int | None = None
-    precision: str | None = None
-    master_weights: bool = False
     memory_limit: str | None = None
     host_memory_limit: str | None = None
     out: str | None = None
-    optimizer: str | None = None
     json: bool = False
     explain: bool = False
     explain_seconds: float = 10.0
     compare: bool = False
     stack: str = "eager"
     html: str | None = None
-    trace: bool = False
-    lora_rank: int | None = None
-    lora_targets: str = ""
 
 
 @collector_paused()
-def plan(*, request: PlanCommandRequest, options: SearchSpace) -> None:
+def plan(*, network: NetworkOptions, request: PlanCommandRequest, options: SearchSpace) -> None:
     """Find the fastest plan that fits, by the cost model.
 
     Args:
-        request: What to plan for what.
+        network: What to plan for.
+        request: On what, and what to show of it.
         options: Which plans are looked at.
     """
     if request.html is not None:
@@ -120,12 +100,12 @@ def plan(*, request: PlanCommandRequest, options: SearchSpace) -> None:
     seconds = request.explain_seconds
     if seconds <= 0:
         raise ValueError(f"explain_seconds = {seconds:g}: searching for other plans takes time; give some")
-    found = _search(request, options)
+    found = _search(network, request, options)
     is_explained = request.explain or request.html is not None
     why = explanation_of(found.planner, found.result, seconds=seconds if is_explained else 0.0, **found.asked)
     written = []
     if request.html is not None:
-        given = {field.name: getattr(request, field.name) for field in fields(request)} | {"options": options}
+        given = {**asdict(network), **asdict(request), "options": options}
         write_html(request.html, found, why=why, given=given, seconds=seconds / 2)
         written.append(f"report written to {request.html}")
     if request.out is not None:
@@ -136,7 +116,7 @@ def plan(*, request: PlanCommandRequest, options: SearchSpace) -> None:
         (say if request.json else answer)(line)
 
 
-def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
+def _search(asked_for: NetworkOptions, request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units
     from lightning_mist.explain import baselines, compare_plans, plan_that_fits
@@ -151,7 +131,7 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     search, restricted = options, tuple[str, ...]()
     machine = open_cluster(request.cluster)
     machine = with_host_memory(machine, host_limit)
-    precision = precision_of(machine, request.precision, master_weights=request.master_weights)
+    precision = precision_of(machine, asked_for.precision, master_weights=asked_for.master_weights)
     if is_local(request.cluster):
         # A plan for this machine is to be executed.
         kinds, restricted = executed_offload(search.offload, machine.kind, has_files=False)
@@ -162,7 +142,9 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
         raise ValueError(
             f"global_batch_size = {request.global_batch_size}: at least one row is needed; give a batch's rows"
         )
-    network = _network(request, search, machine, precision)
+    rows = max(1, request.global_batch_size // machine.world_size)  # that each device loads
+    contexts, degrees = search.context_parallel_degrees, _degrees(search, machine)
+    network = asked_for.on(machine, precision, rows=rows, degrees=degrees, contexts=contexts)
     spec = describe_network(network)
     profile = in_stack(open_profile(request.cluster, machine, precision.name), machine, request.stack)
     planner = Planner(spec, machine, profile=profile)
@@ -205,27 +187,6 @@ def _rivals(network: NetworkRequest) -> "dict[str, ModelSpec]":
     return dict.fromkeys(WITH_AUTOCAST, own) | {
         REST: describe_network(replace(network, precision="bf16-true", master_weights=True))
     }
-
-
-def _network(
-    request: PlanCommandRequest, search: SearchSpace, machine: "AnyCluster", precision: Precision
-) -> NetworkRequest:
-    """The network that a plan is asked for, on a machine."""
-    return NetworkRequest(
-        model=request.model,
-        rows=max(1, request.global_batch_size // machine.world_size),  # that each device loads
-        seq_len=request.seq_len,
-        precision=precision.name,
-        master_weights=precision.master_weights,
-        optimizer=request.optimizer,
-        degrees=_degrees(search, machine),
-        contexts=search.context_parallel_degrees,
-        device_kind=machine.kind,
-        capability=oldest_capability(machine),
-        trace=request.trace,
-        lora_rank=request.lora_rank,
-        lora_targets=request.lora_targets,
-    )
 
 
 def _degrees(search: SearchSpace, machine: "AnyCluster") -> tuple[int, ...]:
