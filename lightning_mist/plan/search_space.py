@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, get_args, get_origin, get_type_hints
 
 from lightning_mist.plan import ScheduleName
 from lightning_mist.plan.plan import SCHEDULES
@@ -24,32 +25,13 @@ COUNTS = (
 )
 """Limits that are numbers of something, or ``None``."""
 
-
-_OTHERS = (
-    *("layer_cuts", "zero_stages", "shard_degrees", "context_parallel_degrees"),
-    *("checkpointed_shares", "checkpointing_kinds"),
-    *("offload", "offload_ratios", "schedules", "chunks", "tail_chunks"),
-)
-"""Limits that are several of something else."""
-
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(
-        ("max_stages", "data_parallel_size", *COUNTS, "layer_cuts", "zero_stages", "shard_degrees"),
-        ((int,), "whole numbers are"),
-    ),
-    **dict.fromkeys(("context_parallel_degrees", "chunks", "tail_chunks"), ((int,), "whole numbers are")),
-    **dict.fromkeys(("checkpointed_shares", "offload_ratios", "solver_seconds"), ((int, float), "numbers are")),
-    **dict.fromkeys(("checkpointing_kinds", "offload", "schedules"), ((str,), "names are")),
-    **dict.fromkeys(("equal_stages", "sequence_parallel", "checkpointing"), ((bool,), "True or False is")),
+_NEEDED: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "whole numbers are"),
+    float: ((int, float), "numbers are"),
+    str: ((str,), "names are"),
+    bool: ((bool,), "True or False is"),
 }
-"""Of which types a limit is, or each of several, and what is needed, in words."""
-
-_OPTIONAL = (
-    *("max_stages", "data_parallel_size", *COUNTS, "layer_cuts", "checkpointed_shares", "offload"),
-    "context_parallel_degrees",
-    "sequence_parallel",
-)
-"""Limits that may be ``None``."""
+"""Of which types a limit may be, or each of several, by its declaration, and what is needed, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +124,8 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         """Check each limit by itself."""
-        for name in (*COUNTS, *_OTHERS):
-            self._settle(name)
-        for name, (kinds, needed) in _KINDS.items():
-            self._check_type(name, kinds, needed)
+        for name, limit in _LIMITS.items():
+            self._settle(name, *limit)
         if self.max_stages is not None and self.max_stages < 1:
             raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage; give 1 or more, or None")
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
@@ -177,22 +157,18 @@ class SearchSpace:
         if not self.solver_seconds > 0:
             raise ValueError(f"solver_seconds={self.solver_seconds}: some time is needed, for example 60")
 
-    def _settle(self, name: str) -> None:
-        """Make a tuple of several values, so that search spaces can be told apart; refuse a single one."""
-        values = getattr(self, name)
-        if values is None or isinstance(values, tuple):
-            return
-        if isinstance(values, str) or not isinstance(values, Iterable):
-            raise ValueError(f"{name}={values!r}: there may be several; give ({values!r},)")
-        object.__setattr__(self, name, tuple(values))
-
-    def _check_type(self, name: str, kinds: tuple[type, ...], needed: str) -> None:
-        """Refuse a value, or one of several, that is of another type."""
-        value = getattr(self, name)
+    def _settle(self, name: str, kind: Any, is_several: bool, is_optional: bool) -> None:
+        """Make a tuple of several values, so that search spaces can be told apart; refuse what is of another type."""
+        value, (kinds, needed) = getattr(self, name), _NEEDED.get(kind, _NEEDED[str])
+        if is_several and value is not None and not isinstance(value, tuple):
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise ValueError(f"{name}={value!r}: there may be several; give ({value!r},)")
+            value = tuple(value)
+            object.__setattr__(self, name, value)
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
             if not isinstance(item, kinds) or isinstance(item, bool) != (kinds == (bool,)):
                 raise TypeError(f"{name}={value!r:.60}: {needed} needed in place of {item!r:.30}")
-        if value is None and name not in _OPTIONAL:
+        if value is None and not is_optional:
             raise TypeError(f"{name}=None: {needed} needed; leave it out for what is usual")
 
     def _check_sharing(self) -> None:
@@ -232,3 +208,14 @@ class SearchSpace:
             values = getattr(self, name)
             if values is not None and (not values or not all(0.0 <= value <= 1.0 for value in values)):
                 raise ValueError(f"{name}={values}: give at least one fraction in [0, 1], for example (0.0, 0.5, 1.0)")
+
+
+def _limit_of(hint: Any) -> tuple[Any, bool, bool]:
+    """Of a limit's type: what it is or each of several, whether there are several, and whether it may be ``None``."""
+    is_optional = type(None) in get_args(hint)
+    whole = get_args(hint)[0] if is_optional else hint
+    is_several = get_origin(whole) is tuple
+    return get_args(whole)[0] if is_several else whole, is_several, is_optional
+
+
+_LIMITS = {name: _limit_of(hint) for name, hint in get_type_hints(SearchSpace).items()}
