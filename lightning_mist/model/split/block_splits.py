@@ -12,7 +12,7 @@ from lightning_mist.model.fakes import convert_plain_tensors, filled, kept_slots
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.split.block_calls import BlockCall, BlockCalls
 from lightning_mist.model.split.factored import LARGE, MOST_BYTES, is_factored
-from lightning_mist.model.split.split_check import CPU, CheckOutcome, arguments, prepare
+from lightning_mist.model.split.split_check import CPU, Check, CheckOutcome, arguments, prepare
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit
 from lightning_mist.units import format_bytes
@@ -313,9 +313,7 @@ class Checks:
     A split says how factors of dimensions are shared out, which does not depend on the number of ranks.
     """
 
-    def __init__(
-        self, run: Callable[[Splits, int, Any, bool], CheckOutcome], entered: tuple[Any, Any], *, is_large: bool
-    ) -> None:
+    def __init__(self, run: Check, entered: tuple[Any, Any], *, is_large: bool) -> None:
         self._run, self._entered, self._is_large = run, entered, is_large
         self._known: dict[tuple[Splits, bool, bool], tuple[int, CheckOutcome]] = {}
 
@@ -395,13 +393,13 @@ def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | st
     for dtype in dict.fromkeys((first, torch.float32)):
         try:
             made = _probe(call, dtype)
-            trial = prepare(call, dtype)
+            run = prepare(call, dtype)
         except Exception as error:
             failure = failure or error
             continue
         entry, length, tried = _entry(module_map, calls, kind)
         entered = None, entry if isinstance(entry, SequenceSplit) else None
-        checks = Checks(trial.check, entered, is_large=entries > EXACT_ENTRIES)
+        checks = Checks(run, entered, is_large=entries > EXACT_ENTRIES)
         return _Subject(
             label=type(call.block).__name__,
             probe=made,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -194,31 +194,25 @@ class SlotKeeper:
         self.callers: Counter[str] = Counter()
         self.context: SplitContext | None = None
 
-    def _told(self) -> None:
+    def _exchange(self, operation: Callable[..., Tensor], *args: Any) -> Tensor:
         if self.context is not None and self.context.function is not None:
             self.callers[name_of(self.context.function)] += 1
+        result = operation(*args)
+        self._install()
+        return result
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """The sum or maximum over ranks."""
-        self._told()
-        result = self._group.all_reduce(tensor, reduction)
-        self._install()
-        return result
+        return self._exchange(self._group.all_reduce, tensor, reduction)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, stacked."""
-        self._told()
         self.largest_gather = max(self.largest_gather, self.size * tensor.numel())
-        result = self._group.all_gather(tensor)
-        self._install()
-        return result
+        return self._exchange(self._group.all_gather, tensor)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of this rank's entry."""
-        self._told()
-        result = self._group.reduce_scatter(tensor)
-        self._install()
-        return result
+        return self._exchange(self._group.reduce_scatter, tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,23 +235,14 @@ class CheckOutcome:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A part of a module with numbers, and what it makes of them when it is whole.
-
-    Attributes:
-        check: Compares it with its run over ranks, given the parameters that are shared out, the number of ranks, how
-            blocks are entered with their input in parts along the sequence, if they are, and whether gradients of what
-            all ranks hold are added up later, as context parallelism has it.
-    """
-
-    values: Values
-    reference: Reference
-    check: Callable[[Sequence[ParameterSplit], int, Any, bool], CheckOutcome]
+Check: TypeAlias = Callable[[Sequence[ParameterSplit], int, Any, bool], CheckOutcome]
+"""Compares a part of a module with its run over ranks, given the parameters that are shared out, the number of ranks,
+how blocks are entered with their input in parts along the sequence, if they are, and whether gradients of what all
+ranks hold are added up later, as context parallelism has it."""
 
 
-def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
-    """Give a block numbers and run it whole. Any error of the block itself is raised."""
+def prepare(call: BlockCall, dtype: torch.dtype) -> Check:
+    """Give a block numbers and run it whole; how to check it. Any error of the block itself is raised."""
     values = numbers(call.block, dtype, seed=1)
     with kept_slots(call.block):
         convert_plain_tensors(call.block, dtype, CPU)
@@ -295,7 +280,7 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
             return replace(outcome, reason=told)
         return outcome
 
-    return Trial(values=values, reference=reference, check=check)
+    return check
 
 
 def run_over_ranks(

@@ -40,11 +40,11 @@ from lightning_mist.model.split.block_splits import (
 )
 from lightning_mist.model.split.split_check import (
     CPU,
+    Check,
     CheckedRun,
     CheckOutcome,
     RankRun,
     Reference,
-    Trial,
     install,
     leaves_of,
     numbers,
@@ -139,8 +139,11 @@ def find_tables(
 
 def prepare_glue(
     module: nn.Module, call: Call, calls: BlockCalls, names: tuple[str, ...], dtype: torch.dtype, *, answer: bool
-) -> Trial:
-    """Give head and tail numbers, and blocks unless answered for, and run them whole; raises the step's errors."""
+) -> Check:
+    """Give head and tail numbers, and blocks unless answered for, and run them whole: how to check them.
+
+    Errors of the step are raised.
+    """
     blocks = tuple(module.get_submodule(name) for name in names)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     values = numbers(module, dtype, seed=3, without=inside if answer else ())
@@ -180,7 +183,7 @@ def prepare_glue(
             with intercepted(blocks, _handler(calls, enter, answer=answer)):
                 return run_over_ranks(reference, values, splits, degree, run, adds_later=adds_later)
 
-    return Trial(values=values, reference=reference, check=check)
+    return check
 
 
 def _as_given(position: int, args: Any, kwargs: Any) -> Any:
@@ -365,7 +368,7 @@ def look_around(
             except Exception as error:
                 trouble = trouble or f"they cannot be run by themselves: {type(error).__name__}: {error}"
             else:
-                return Checks(glue.check, ((), entries), is_large=count > EXACT_ENTRIES)
+                return Checks(glue, ((), entries), is_large=count > EXACT_ENTRIES)
         return None
 
     alone = None if module_map.leaking_blocks else checks(outside, answer=True)

@@ -113,7 +113,7 @@ def checked(how):
     splits = [
         ParameterSplit(name=f"{name}.weight", dim=dim, factors=((size, True),)) for name, (dim, size) in how.items()
     ]
-    return prepare(call, torch.float64).check(splits, 2, None).reason
+    return prepare(call, torch.float64)(splits, 2, None).reason
 
 
 WRONG = {
@@ -147,7 +147,7 @@ def packed_outcome(**how):
     )
     splits = [ParameterSplit(name=f"qkv.{name}", dim=0, **how) for name in ("weight", "bias")]
     splits.append(ParameterSplit(name="o.weight", dim=1, factors=((16, True),)))
-    return prepare(call, torch.float64).check(splits, 2, None)
+    return prepare(call, torch.float64)(splits, 2, None)
 
 
 @pytest.mark.parametrize("large", [0, 2**20])
@@ -198,7 +198,7 @@ def test_numbers_in_the_wrong_place_are_found(monkeypatch):
         ParameterSplit(name="up.weight", dim=0, factors=((32, True),)),
         ParameterSplit(name="down.weight", dim=1, factors=((32, True),)),
     ]
-    assert "differs by" in prepare(call, torch.float64).check(splits, 2, None).reason
+    assert "differs by" in prepare(call, torch.float64)(splits, 2, None).reason
 
 
 class Scaled(nn.Module):
