@@ -3,8 +3,9 @@ import torch
 from torch import Tensor, nn
 
 import lightning_mist
-from lightning_mist.model import MICROBATCH, trace_model
+from lightning_mist.model import trace_model
 from lightning_mist.model.sources.reference_decoder import hollow
+from lightning_mist.model.spec import MICROBATCH
 from lightning_mist.without_values import memory_rules, register_memory_rule, workspace_bytes
 from tests.model.fake_steps import fakes
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from lightning_mist.cost.memory import TERMS
 from lightning_mist.estimate.host_need import HostNeed
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.plan import Plan
@@ -265,8 +264,3 @@ def verdict_of(need: Interval, limit: int, least: int | None = None) -> Verdict:
     if need.p95 <= limit:
         return "fits"
     return "tight" if (need.p50 if least is None else least) <= limit else "does not fit"
-
-
-def all_terms() -> tuple[str, ...]:
-    """Every term, those of tensors first."""
-    return (*TERMS, *OUTER_TERMS)

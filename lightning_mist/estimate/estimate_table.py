@@ -6,12 +6,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_mist.console import TextConsole
+from lightning_mist.cost.memory import TERMS
 from lightning_mist.estimate.estimate_data import (
+    OUTER_TERMS,
     WORDS,
     MemoryEstimate,
     PeakTensor,
     StageEstimate,
-    all_terms,
     describe_change,
 )
 from lightning_mist.units import format_bytes
@@ -61,7 +62,7 @@ def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table
     for stage in stages:
         indices = ", ".join(map(str, plan.chunks(stage.stage)))
         table.add_column(f"stage {indices}", justify="right")
-    for name in all_terms():
+    for name in (*TERMS, *OUTER_TERMS):
         values = [stage.term(name) for stage in stages]
         if any(values):
             table.add_row(WORDS[name], *map(format_bytes, values))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from lightning_mist.model.presets import LanguageModelShape
+from lightning_mist.model.presets import SIZE_NAMES, LanguageModelShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -264,13 +264,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 4.56 to 5.23). Parameters of published files are compared in ``tests/estimate/test_closed_form.py``."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "vocabulary": ("vocab_size",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"),
-    "key_value_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_width": ("head_dim",),
+    **SIZE_NAMES,
     "tied": ("tie_word_embeddings",),
     "attention_dropout": ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"),
     "dropout": ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob"),
@@ -279,7 +273,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "chosen": ("num_experts_per_tok",),
     "expert_width": ("moe_intermediate_size", "intermediate_size"),
 }
-"""What Hugging Face's configurations call the sizes (names of their classes' arguments in transformers 4 and 5)."""
+"""What Hugging Face's configurations call sizes and choices."""
 
 _COUNTED = ("hidden", "layers", "heads", "vocabulary")
 """Sizes that every configuration states."""

@@ -12,5 +12,5 @@ from lightning_mist.explain.baseline_plans import (
 from lightning_mist.explain.explain_table import render_explanation, render_sections
 from lightning_mist.explain.explain_text import Section, explanation_data, explanation_sections
 from lightning_mist.explain.explanation import Explanation
-from lightning_mist.explain.fitting import Fitting, estimate_of, plan_that_fits
+from lightning_mist.explain.fitting import estimate_of, plan_that_fits
 from lightning_mist.explain.plan_explanation import explain_plan, main_reasons

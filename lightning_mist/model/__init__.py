@@ -9,22 +9,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_mist.model.child_process import run_apart
 from lightning_mist.model.spec import (
     MASTERS_PRECISION,
-    MICROBATCH,
-    SEQUENCE,
-    Allocation,
-    LayerEvents,
     LayerSeconds,
-    LayerSpec,
     ModelSpec,
-    OperatorCost,
-    OperatorKind,
     OptimizerSpec,
-    ParameterSpec,
-    PartEvents,
-    Polynomial,
-    Release,
-    StepPoint,
-    TensorSpec,
     with_master_weights,
 )
 

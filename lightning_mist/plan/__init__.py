@@ -31,7 +31,6 @@ from lightning_mist.plan.rows import (
 )
 from lightning_mist.plan.search_space import COUNTS, MOST_LAYERS, OFFLOADED, SearchSpace
 from lightning_mist.plan.stage_settings import (
-    CHECKPOINTING_KINDS,
     OFFLOAD_KINDS,
     UPDATED_KINDS,
     Checkpointing,
@@ -40,5 +39,5 @@ from lightning_mist.plan.stage_settings import (
     StageMesh,
     ZeroStage,
 )
-from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit, TensorSplit
+from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
 from lightning_mist.plan.throughput import StepRates, step_rates

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_mist.estimate.replay import replay_plan
-from lightning_mist.model import MICROBATCH, SEQUENCE, trace_model
+from lightning_mist.model import trace_model
+from lightning_mist.model.spec import MICROBATCH, SEQUENCE
 from tests import zoo
 from tests.integration.metered import measure_peaks
 from tests.integration.parity import assert_equal, make_plan, reference, run_plan

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model import MICROBATCH, SEQUENCE, ModelSpec, trace_model
+from lightning_mist.model import ModelSpec, trace_model
+from lightning_mist.model.spec import MICROBATCH, SEQUENCE
 from lightning_mist.runtime.recording import StorageMeter, state_tensors
 from tests import zoo
 from tests.tiers import tiered

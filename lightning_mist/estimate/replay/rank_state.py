@@ -300,7 +300,6 @@ class ReplayedRank:
                     shares=shares,
                     requires_grad=known.requires_grad,
                     is_copied=copied or (len(parts) > 1 and known.sequence_dim != 0),
-                    name=str(known.key),
                     dtype=known.dtype,
                     times_laid=self._times_laid(known.sequence_dim is not None and mine.is_parted(length), length),
                 )
@@ -333,7 +332,6 @@ class CrossingTensor:
     shares: tuple[float, ...]
     requires_grad: bool
     is_copied: bool
-    name: str
     dtype: str
     times_laid: int = 0
 

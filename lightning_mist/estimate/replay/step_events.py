@@ -115,15 +115,12 @@ class Run:
         kept = self._batch()
         for action in self._actions:
             if action.kind is ActionKind.OPTIMIZER_STEP:
-                self._mark(action)
+                self._tape.mark(str(action))
                 self._begin_update()
             elif action.kind is ActionKind.GATHER_PARAMETERS:
-                self._mark(action)
+                self._tape.mark(str(action))
                 self._gradients.gather()
         return kept
-
-    def _mark(self, action: Action) -> None:
-        self._tape.mark(str(action), action.stage)
 
     def _batch(self) -> list[int]:
         walk = BatchWalk(self._tape, self._view, self._templates, self._arrivals, self._gradients, self._line)
@@ -131,7 +128,7 @@ class Run:
         for position, action in enumerate(self._actions):
             if action.kind in (ActionKind.OPTIMIZER_STEP, ActionKind.GATHER_PARAMETERS):
                 continue
-            self._mark(action)
+            self._tape.mark(str(action))
             names = self._final.get(position, frozenset())
             self._gradients.expect(names)
             if action.kind is ActionKind.BACKWARD_WEIGHT and action.microbatch is not None:

@@ -74,16 +74,6 @@ class Interference:
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name} = {value}: a coefficient is between 0 (free) and 1 (taking turns)")
 
-    def between(self, first: Channel, second: Channel, *, across_nodes: bool) -> float:
-        """The coefficient of two different channels."""
-        if first == second:
-            raise ValueError(f"{first} and {second}: a coefficient belongs to two different channels")
-        name = "_".join(sorted((first, second), key=CHANNELS.index))
-        if across_nodes:
-            name = name.replace("network", "across")
-        value: float = getattr(self, name)
-        return value
-
 
 COEFFICIENTS = tuple(field.name for field in fields(Interference) if field.name not in ("source", "spread"))
 """Names of the coefficients, in their order in vectors."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,15 +31,12 @@ class Target:
     rounds: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class Kernel(NamedTuple):
     """How an operator is computed."""
 
     operator: str  # its name in ``aten``, with the overload if that is not the default one
-    key: Key = "AutogradCPU"
     compute: Callable[..., Any]
-    keeps: str  # what is different, in words
-    source: str
+    key: Key = "AutogradCPU"
 
 
 def overload_of(name: str) -> Any:
@@ -303,37 +300,18 @@ def _softmax(fused: Any, target: Target, x: Tensor, dim: int, dtype: torch.dtype
     return fused(x, dim, True) if x.dtype == torch.float16 and dtype == torch.float32 else NotImplemented
 
 
+# What they keep for backward, and where in torch's sources (aten/src/ATen/native) that is written.
 NORM_KERNELS = (
-    Kernel(
-        operator="rms_norm",
-        compute=_rms_norm,
-        keeps="input, weight and one 32-bit number per row, from torch 2.9 on; before, the upcast input too",
-        source="aten/src/ATen/native/layer_norm.cpp, rms_norm_symint; pytorch/pytorch pull request 153666",
-    ),
-    Kernel(
-        operator="layer_norm",
-        compute=_layer_norm,
-        keeps="input, weight and two 32-bit numbers per row, also of 16-bit inputs",
-        source="aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda (acc_type)",
-    ),
-    Kernel(
-        operator="dropout",
-        compute=_dropout,
-        keeps="a mask of one byte per element",
-        source="aten/src/ATen/native/Dropout.cpp, dropout; derivatives.yaml, native_dropout",
-    ),
-    Kernel(
-        operator="softmax.int",
-        compute=partial(_softmax, aten._softmax),
-        keeps="the result; no upcast copy of a 16-bit float input",
-        source="aten/src/ATen/native/SoftMax.cpp, softmax",
-    ),
-    Kernel(
-        operator="log_softmax.int",
-        compute=partial(_softmax, aten._log_softmax),
-        keeps="the result; no upcast copy of a 16-bit float input",
-        source="aten/src/ATen/native/SoftMax.cpp, log_softmax",
-    ),
+    # Input, weight and one 32-bit number per row, from torch 2.9 on; before, the upcast input too (layer_norm.cpp,
+    # rms_norm_symint; pytorch/pytorch pull request 153666).
+    Kernel("rms_norm", _rms_norm),
+    # Input, weight and two 32-bit numbers per row, also of 16-bit inputs (cuda/layer_norm_kernel.cu, layer_norm_cuda).
+    Kernel("layer_norm", _layer_norm),
+    # A mask of one byte per element (Dropout.cpp, dropout; derivatives.yaml, native_dropout).
+    Kernel("dropout", _dropout),
+    # The result; no upcast copy of a 16-bit float input (SoftMax.cpp).
+    Kernel("softmax.int", partial(_softmax, aten._softmax)),
+    Kernel("log_softmax.int", partial(_softmax, aten._log_softmax)),
 )
 """Norms, dropout and softmax on CUDA."""
 
@@ -514,19 +492,13 @@ class _Efficient(torch.autograd.Function):
         return (*result, None, None)
 
 
+# In aten/src/ATen/native/transformers/cuda.
 ATTENTION_KERNELS = (
-    Kernel(
-        operator="scaled_dot_product_attention",
-        compute=_attention,
-        keeps="query, key, value, output and one 32-bit log-sum-exp per row and head; scores only where nothing fused "
-        "runs; of dropout its seed",
-        source="aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp",
-    ),
-    Kernel(
-        operator="_scaled_dot_product_flash_attention_backward",
-        compute=_flash_backward,
-        keeps="buffers while it runs: 32-bit sums of query gradients, gradients of shared heads for every query head",
-        source="aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd",
-    ),
+    # Keeps query, key, value, output and one 32-bit log-sum-exp per row and head; scores only where nothing fused runs;
+    # of dropout its seed (sdp_utils.cpp, attention.cpp).
+    Kernel("scaled_dot_product_attention", _attention),
+    # Takes buffers while it runs: 32-bit sums of query gradients, gradients of shared heads for every query head
+    # (flash_attn/flash_api.cpp, mha_bwd).
+    Kernel("_scaled_dot_product_flash_attention_backward", _flash_backward),
 )
 """Attention on CUDA."""

@@ -40,9 +40,6 @@ from lightning_mist.model.device.kernels import (
 # how each is cast is in the tables below, from torch's header ``ATen/autocast_mode.h`` (``AT_FORALL_*``). Operators on
 # the CPU's list alone are cast there to 32 bits; while a step is traced for CUDA they are not.
 
-_SOURCE = "torch/include/ATen/autocast_mode.h"
-
-_HALF = (torch.float16, torch.bfloat16)
 
 FP32 = frozenset(
     (
@@ -151,43 +148,31 @@ def _left_to_torch(operator: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _rule(name: str) -> tuple[Callable[..., Any], str] | None:
+def _rule(name: str) -> Callable[..., Any] | None:
     if name in APPENDED:
-        return partial(_appended, overload_of(APPENDED[name])), "32 bits"
-    for names, rule, what in (
-        (LOWER, _lower, "the lower precision"),
-        (FP32, _fp32, "32 bits"),
-        (FP32_RESULT, _fp32_result, "32 bits"),
-        (PROMOTE, _promote, "the widest type"),
-    ):
-        if name in names:
-            return rule, what
-    return None
+        return partial(_appended, overload_of(APPENDED[name]))
+    rules = ((LOWER, _lower), (FP32, _fp32), (FP32_RESULT, _fp32_result), (PROMOTE, _promote))
+    return next((rule for names, rule in rules if name in names), None)
 
 
 def kernels() -> tuple[Kernel, ...]:
     """The casts that differ between the CPU and CUDA in the installed torch."""
     here, there = _registered("AutocastCPU"), _registered("AutocastCUDA")
-    made = []
-    for name in sorted(there - here):
-        found = _rule(name)
-        if found is not None:
-            made.append(_kernel(name, found[0], f"computed in {found[1]}"))
-    # What the CPU casts to 32 bits stays so for threads that do not trace.
-    for name in sorted(here & there & FP32_RESULT):
-        made.append(_kernel(name, _fp32_result, "given in 32 bits", elsewhere=_fp32))
-    for name in sorted(here - there - _SAME_RESULT):
-        made.append(_kernel(name, _left_to_torch, "not cast", elsewhere=_fp32))
-    return tuple(made)
+    return (
+        *(_kernel(name, rule) for name in sorted(there - here) if (rule := _rule(name)) is not None),
+        # What the CPU casts to 32 bits stays so for threads that do not trace.
+        *(_kernel(name, _fp32_result, elsewhere=_fp32) for name in sorted(here & there & FP32_RESULT)),
+        *(_kernel(name, _left_to_torch, elsewhere=_fp32) for name in sorted(here - there - _SAME_RESULT)),
+    )
 
 
-def _kernel(name: str, rule: Callable[..., Any], what: str, elsewhere: Callable[..., Any] = _left_to_torch) -> Kernel:
+def _kernel(name: str, rule: Callable[..., Any], elsewhere: Callable[..., Any] = _left_to_torch) -> Kernel:
     operator = overload_of(name)
 
     def compute(target: Target | None, *args: Any, **kwargs: Any) -> Any:
         return (elsewhere if target is None else rule)(operator, args, kwargs)
 
-    return Kernel(operator=name, key="AutocastCPU", compute=compute, keeps=f"under autocast {what}", source=_SOURCE)
+    return Kernel(name, compute, key="AutocastCPU")
 
 
 @contextmanager
@@ -211,9 +196,6 @@ def named(kind: str) -> Iterator[None]:
 KINDS = ("cpu", "cuda")
 """Kinds of device that there is a table for."""
 
-TABLE_VERSION = 1
-"""Grows with every change of what a table says."""
-
 _UNKNOWN_CAPABILITY = (8, 0)
 """Compute capability where none is given: that of the A100, from which on all of torch's attentions run."""
 
@@ -223,9 +205,8 @@ class DeviceOperators:
     """How operators differ on one kind of device."""
 
     name: str
-    version: int
     target: Target
-    kernels: tuple[Kernel, ...]  # what is replaced, each with what it keeps for backward and where that is written
+    kernels: tuple[Kernel, ...]  # what is replaced
 
     @contextmanager
     def installed(self, *, rounds: bool = True) -> Iterator[None]:
@@ -261,7 +242,7 @@ def device_operators(
     major, minor = (int(part) for part in version.split(".")[:2])
     target = Target(torch_version=(major, minor), capability=capability or _UNKNOWN_CAPABILITY)
     kernels = _kernels() if kind == "cuda" else ()
-    return DeviceOperators(name=kind, version=TABLE_VERSION, target=target, kernels=kernels)
+    return DeviceOperators(name=kind, target=target, kernels=kernels)
 
 
 @cache

@@ -80,7 +80,6 @@ class Mark(NamedTuple):
 
     event: int  # index of its first event
     action: str  # the action as text, for example ``"2F0"``
-    stage: int  # its stage; -1 for none
 
 
 class EventTape:
@@ -100,9 +99,9 @@ class EventTape:
         """Number of events so far."""
         return self._length
 
-    def mark(self, action: str, stage: int = _NONE) -> None:
+    def mark(self, action: str) -> None:
         """An action begins."""
-        self.marks.append(Mark(self._length, action, stage))
+        self.marks.append(Mark(self._length, action))
 
     def reserve(self, slots: Slots, stage: int, microbatch: int) -> int:
         """Identities for a microbatch's slots, none of which is allocated yet; the first of them."""

@@ -2,6 +2,7 @@
 
 from lightning_mist.model.presets.named_models import (
     PRESETS,
+    SIZE_NAMES,
     LanguageModelShape,
     check_length,
     check_name,

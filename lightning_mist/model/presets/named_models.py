@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,14 +138,16 @@ def check_length(text: str, seq_len: int | None) -> int:
 
 # What a text asks for that names a model: a preset, a configuration or a function. Nothing is imported for it.
 
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-
-_SIZE_FIELDS = (
-    *("hidden_size", "n_embd", "d_model", *_LAYERS),
-    *("num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "vocab_size"),
-    *("intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"),
-)
-"""Sizes in Hugging Face's configurations that count something."""
+SIZE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_width": ("head_dim",),
+    "vocabulary": ("vocab_size",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"),
+}
+"""What Hugging Face's configurations call sizes (names of their classes' arguments in transformers 4 and 5)."""
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -204,7 +207,7 @@ def read_configuration(path: Path) -> Mapping[str, Any]:
 
 
 def _check_sizes(found: Mapping[str, Any], where: str) -> None:
-    for name in _SIZE_FIELDS:
+    for name in chain.from_iterable(SIZE_NAMES.values()):
         value = found.get(name)
         counts = value if isinstance(value, list) and value else [value]  # some name one size for each layer
         if value is not None and not all(type(count) is int and count > 0 for count in counts):
@@ -212,8 +215,8 @@ def _check_sizes(found: Mapping[str, Any], where: str) -> None:
                 f"{where}: {name} = {_brief(value)}: a whole number of at least 1 is needed; mend the file"
             )
     layers, heads, groups = (
-        next((value for name in names if type(value := found.get(name)) is int), 1)
-        for names in (_LAYERS, ("num_attention_heads", "n_head", "num_heads"), ("num_key_value_heads", "num_kv_heads"))
+        next((value for name in SIZE_NAMES[what] if type(value := found.get(name)) is int), 1)
+        for what in ("layers", "heads", "key_value_heads")
     )
     if layers > MOST_LAYERS:
         raise ValueError(

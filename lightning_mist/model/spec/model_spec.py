@@ -6,7 +6,7 @@ the tail in whose forward it was made. All expressions are exact polynomials (or
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import sympy
 
@@ -61,9 +61,6 @@ OperatorKind = Literal[
 * ``copy``: copies, casts, concatenations, and filling.
 * ``elementwise``: all others.
 """
-
-KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
-"""All kinds of work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

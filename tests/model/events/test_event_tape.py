@@ -13,7 +13,7 @@ def test_chunks_and_single_events_keep_their_order():
     tape.play(Chunk.of([1, 2, -1]), two)
     tape.free(first)
     tape.play(Chunk.of([2]), one)
-    tape.mark("0F1", 0)
+    tape.mark("0F1")
     assert (first, one, two) == (0, 1, 3)
     assert tape.events().tolist() == [1, 4, 5, -4, -1, 3]
     assert tape.bytes().tolist() == [10, 1, 2, 1, 2]

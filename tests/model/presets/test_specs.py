@@ -6,7 +6,7 @@ import pytest
 import torch
 from sympy import Integer
 
-from lightning_mist.model import Polynomial, device_operators, trace_model
+from lightning_mist.model import device_operators, trace_model
 from lightning_mist.model.presets.named_models import PRESETS, LanguageModelShape
 from lightning_mist.model.presets.specs import (
     FAMILIES,
@@ -20,6 +20,7 @@ from lightning_mist.model.presets.specs import (
     widths,
 )
 from lightning_mist.model.sources.text_sources import open_model
+from lightning_mist.model.spec import Polynomial
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from lightning_mist.model.trace.optimizer import describe_optimizer
 from tests.specs import ADAMW
