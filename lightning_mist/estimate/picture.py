@@ -38,19 +38,22 @@ _WIDTHS = {
 }
 _OTHER_WIDTH = 0.15
 
-# Okabe and Ito, 2008: told apart by colour-blind readers too. What is there all the time is dark and at the bottom.
-_COLORS = {
-    "outside": "#bbbbbb",
+# Okabe and Ito, 2008, and two dark ones: told apart by colour-blind readers too.
+COLORS = {
     "parameter_bytes": "#0072b2",
     "buffer_bytes": "#003f63",
     "optimizer_bytes": "#56b4e9",
+    "offload_bytes": "#882255",
     "batch_bytes": "#999999",
     "gradient_bytes": "#e69f00",
     "activation_bytes": "#009e73",
     "transfer_bytes": "#f0e442",
+    "there_bytes": "#8ed6bf",
     "working_bytes": "#cc79a7",
-    "offload_bytes": "#882255",
 }
+"""Of terms of memory; ``there_bytes`` is what stays of the working set between units. What stays long is first."""
+
+_OUTSIDE = "#bbbbbb"
 _GIB = 2**30
 
 
@@ -164,7 +167,7 @@ def _draw(axis: Any, estimate: MemoryEstimate, line: MemoryTimeline) -> None:
         line.places_E,
         [values_E / _GIB for _, values_E in bands],
         labels=[WORDS.get(name, "context and communicators") for name, _ in bands],
-        colors=[_COLORS[name] for name, _ in bands],
+        colors=[COLORS.get(name, _OUTSIDE) for name, _ in bands],
         step="post",
         linewidth=0,
     )

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from lightning_mist.cost.inputs import FloatArray
-from lightning_mist.estimate import MemoryCurve, memory_curves
+from lightning_mist.errors import ScheduleError
+from lightning_mist.estimate import COLORS, MemoryCurve, memory_curves
 from lightning_mist.plan import Plan
 from lightning_mist.report.figures import (
     INK,
@@ -21,7 +22,7 @@ from lightning_mist.report.figures import (
     write_title,
 )
 from lightning_mist.report.timeline import Timeline, Window, timeline_of, windows_of
-from lightning_mist.schedule import Simulation, simulate_plan
+from lightning_mist.schedule import Action, ActionKind, Simulation, simulate_plan
 from lightning_mist.units import format_bytes
 
 MOST_GROUPS = 6
@@ -76,20 +77,6 @@ def moments(curves: Sequence[MemoryCurve]) -> tuple[float, ...]:
     """Seconds at which curves have their peaks."""
     return tuple(float(curve.times_E[curve.peak_index]) for curve in curves)
 
-
-# Okabe and Ito, 2008, and two dark ones: told apart by colour-blind readers too. What stays is at the bottom.
-COLORS = {
-    "parameter_bytes": "#0072b2",
-    "buffer_bytes": "#003f63",
-    "optimizer_bytes": "#56b4e9",
-    "offload_bytes": "#882255",
-    "batch_bytes": "#999999",
-    "gradient_bytes": "#e69f00",
-    "activation_bytes": "#009e73",
-    "transfer_bytes": "#f0e442",
-    "there_bytes": "#8ed6bf",
-    "working_bytes": "#cc79a7",
-}
 
 WORDS = {
     "parameter_bytes": "parameters",
@@ -274,9 +261,6 @@ def highest_of(curve: MemoryCurve, index: int) -> tuple[str, float, float]:
 
 def say_piece(name: str) -> str:
     """What runs in a piece of a memory curve, in words."""
-    from lightning_mist.errors import ScheduleError
-    from lightning_mist.schedule import Action, ActionKind
-
     try:
         action = Action.parse(name)
     except ScheduleError:

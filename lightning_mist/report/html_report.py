@@ -7,12 +7,12 @@ from importlib.resources import files
 
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import PlanError
+from lightning_mist.estimate import COLORS as MEMORY_COLORS
 from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.plan import Plan, Predicted, ZeroStage, step_rates
 from lightning_mist.plan.plan_tables import counted, per_second, spent_rows, stage_cells, stages_named
-from lightning_mist.report.draw_memory import COLORS as MEMORY_COLORS
 from lightning_mist.report.draw_memory import WORDS as MEMORY_WORDS
 from lightning_mist.report.figures import inline_svg, styled
 from lightning_mist.report.frontier import Frontier, frontier_figure, frontier_lines
