@@ -132,14 +132,10 @@ class Recording:
     def values(self, places: Sequence[_Place], seed: int) -> list[Tensor]:
         """Real tensors for places, which share memory where the places do. torch's generators stay as they were."""
         real: dict[int, torch.UntypedStorage] = {}
-        state = torch.get_rng_state()
-        try:
-            with _disable_current_modes(), torch.no_grad():
-                for index in self._needed({place.storage for place in places}):
-                    self._redo(index, real, seed)
-                return [_view(real, place) for place in places]
-        finally:
-            torch.set_rng_state(state)
+        with torch.random.fork_rng(devices=()), _disable_current_modes(), torch.no_grad():
+            for index in self._needed({place.storage for place in places}):
+                self._redo(index, real, seed)
+            return [_view(real, place) for place in places]
 
     def _needed(self, targets: set[int]) -> list[int]:
         # Backwards through the operators: what one reads is needed as it was before that operator.
@@ -382,16 +378,14 @@ class Reset:
         """The values, as of any :class:`Source`."""
         held = {name: p for name, p in self.owner._parameters.items() if p is not None}
         data = {name: p.data for name, p in held.items()}
-        state = torch.get_rng_state()
         try:
             for name, p in held.items():  # perhaps a part by now, or of the type that is computed in
                 p.data = torch.empty(self.forms[name].shape, dtype=self.forms[name].dtype)
-            torch.default_generator.manual_seed(construction_seed(seed, self.name))
-            with torch.no_grad():
+            with torch.random.fork_rng(devices=()), torch.no_grad():
+                torch.default_generator.manual_seed(construction_seed(seed, self.name))
                 self.run()
             return held[self.attribute].data
         finally:
-            torch.set_rng_state(state)
             for name, p in held.items():
                 p.data = data[name]
 

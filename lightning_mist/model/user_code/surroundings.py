@@ -3,7 +3,8 @@
 Counters on classes, globals, closures, the trainer and its callbacks, arrays, random generators and iterators.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -66,7 +67,7 @@ class Surroundings:
 
     def __init__(self, reach: Reach) -> None:
         self.reach = reach
-        self._iterators: list[tuple[Any, Any, Replayed]] = []
+        self._iterators: list[tuple[Callable[[Any], object], Replayed]] = []
         self._start: Snapshot | None = None
         self._after: list[Snapshot] = []
         self.is_steady, self._is_settled = False, False
@@ -81,11 +82,8 @@ class Surroundings:
         """Put everything back as it was; iterators give again what runs have taken from them."""
         assert self._start is not None
         self._start.restore()
-        for holder, key, iterator in self._iterators:
-            if isinstance(holder, NameSpace):
-                holder.put(key, iterator.release())
-            else:
-                container(holder).__setitem__(holder, key, iterator.release())
+        for put, iterator in self._iterators:
+            put(iterator.release())
         self._start, self._iterators = None, []
 
     def begin_run(self) -> None:
@@ -122,9 +120,6 @@ class Surroundings:
         for holder, key in list(held_iterators(values, iter(values))):
             kind = container(holder)
             replayed = Replayed(kind.__getitem__(holder, key))
-            if holder is values:
-                space.put(key, replayed)
-                self._iterators.append((space, key, replayed))
-            else:
-                kind.__setitem__(holder, key, replayed)
-                self._iterators.append((holder, key, replayed))
+            put = partial(space.put, key) if holder is values else partial(kind.__setitem__, holder, key)
+            put(replayed)
+            self._iterators.append((put, replayed))
