@@ -68,7 +68,7 @@ def measure_profile(
     """
     if not dtypes or budget_seconds <= 0:
         raise ValueError(f"{len(dtypes)} element types, budget_seconds = {budget_seconds}: both must be positive")
-    report = progress or _ignore
+    report = progress or (lambda text, fraction: None)
     session = Session(device=device, world=_world(cluster, groups))
     profile = _computing(cluster, session, dtypes, budget_seconds, report)
     return _from_first_rank(session, _moving(profile, session, groups, budget_seconds, report))
@@ -233,10 +233,6 @@ def _from_first_rank(session: Session, profile: HardwareProfile) -> HardwareProf
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _ignore(text: str, fraction: float) -> None:
-    """No progress is wanted."""
 
 
 # Measuring collectives in groups, and fitting latency and bandwidth.

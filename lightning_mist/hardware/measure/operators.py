@@ -128,7 +128,7 @@ def measure(
     Returns:
         Seconds of one call, the same on all ranks.
     """
-    call = function if function is not None else _nothing
+    call = function if function is not None else lambda: None
     call()
     session.agree([0.0])
     (first,) = session.agree([_seconds(call, 1, session.device) if function is not None else 0.0])
@@ -148,10 +148,6 @@ def measure(
     own = summarize(samples)
     seconds, spread = session.agree([own.seconds, own.spread])
     return replace(own, seconds=seconds, spread=spread)
-
-
-def _nothing() -> None:
-    """Stands for the function on a rank that does not take part."""
 
 
 aten = torch.ops.aten
