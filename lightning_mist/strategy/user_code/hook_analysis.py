@@ -181,6 +181,7 @@ class _Walk:
     def __init__(self, reader: Reader, objects: FitObjects, function: Any, owner: Any, names: dict[str, Any]) -> None:
         self._reader, self._all, self._function, self._owner, self._names = reader, objects, function, owner, names
         self.returned: list[Any] = []
+        self._space = Code.of(function).space
         self._resolver = Resolver(objects, lambda getter, owner: reader.call(getter, owner, ()))
 
     # Statements --------------------------------------------------------------------------------------------------
@@ -366,16 +367,8 @@ class _Walk:
     def _named(self, name: str) -> Any:
         if name in self._names:
             return self._names[name]
-        function = self._function
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-        if name in cells:
-            try:
-                return Known(cells[name].cell_contents)
-            except ValueError:
-                return None  # Not bound yet: a function that refers to itself.
-        if name in function.__globals__:
-            return Known(function.__globals__[name])
-        return Known(getattr(builtins, name)) if hasattr(builtins, name) else None
+        space = self._space if name in self._space else vars(builtins)
+        return Known(space[name]) if name in space else None
 
     def _on_subscript(self, node: ast.Subscript) -> Any:
         base = self.value(node.value)

@@ -205,19 +205,15 @@ def _parameter_hooks(module: Any) -> Reasons:
     """Hooks that autograd runs for single parameters."""
     if not isinstance(module, nn.Module):
         return
-    for name, parameter in module.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            yield (
-                f"a hook runs whenever a gradient of {name} is accumulated, which would be of a part of the batch or "
-                "of the module",
-                _FEATURES["gradients as they are accumulated"],
-            )
-            return
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks:
-            yield (
-                f"a hook changes or reads the gradient of {name}, which would be of a part of the batch or of the "
-                "module",
-                ("pipeline", "tensor", "microbatches"),
-            )
-            return
+    for place, does, features in (
+        (
+            "_post_accumulate_grad_hooks",
+            "runs whenever a gradient of {} is accumulated",
+            _FEATURES["gradients as they are accumulated"],
+        ),
+        ("_backward_hooks", "changes or reads the gradient of {}", ("pipeline", "tensor", "microbatches")),
+    ):
+        for name, parameter in module.named_parameters():
+            if getattr(parameter, place, None):
+                yield f"a hook {does.format(name)}, which would be of a part of the batch or of the module", features
+                return
