@@ -133,7 +133,6 @@ def precision_of(cluster: "AnyCluster", asked: str | None, *, master_weights: bo
     Raises:
         ValueError: If master weights are asked for in a precision that has none.
     """
-    from lightning_mist.errors import ProfileError
     from lightning_mist.hardware.catalog import find_device
     from lightning_mist.model import MASTERS_PRECISION
 
@@ -157,7 +156,6 @@ def precision_of(cluster: "AnyCluster", asked: str | None, *, master_weights: bo
 
 def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
     """What another precision would do for a machine that computes in single precision, if its data sheet says so."""
-    from lightning_mist.errors import ProfileError
     from lightning_mist.hardware.catalog import find_device
 
     names = tuple(dict.fromkeys(part.device.name for part in cluster.parts))

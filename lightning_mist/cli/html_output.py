@@ -16,14 +16,11 @@ from lightning_mist.cli.cluster_input import devices_of, precision_notes
 from lightning_mist.cli.output import answer, display, told
 from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan, split_notes, to_json
-from lightning_mist.plan.plan_tables import per_second
-from lightning_mist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
     from lightning_mist.explain import ComparedPlan, Explanation
     from lightning_mist.model import ModelSpec
-    from lightning_mist.plan import Plan
     from lightning_mist.tuner import Planner, TuneResult
 
 
@@ -153,7 +150,7 @@ class FoundPlan:
     planner: "Planner"
     asked: dict[str, Any]
     result: "TuneResult"
-    plan: "Plan"
+    plan: Plan
     estimate: "MemoryEstimate"
     restricted: tuple[str, ...]
     compared: "tuple[ComparedPlan, ...] | None"
@@ -220,8 +217,9 @@ def render_comparison(
     table.add_column("settings", ratio=1, overflow="fold")
     known: dict[tuple[Plan, str], str] = {}
     for item in items:
+        cells = item.cells(in_tokens=has_tokens, digits=3)
         if item.plan is None:
-            table.add_row(item.name, "-", "-", "-", "-", item.noted(item.reason))
+            table.add_row(item.name, *cells, item.noted(item.reason))
             continue
         first = known.setdefault((replace(item.plan, predicted=None, fingerprint=()), item.precision), item.name)
         settings = (
@@ -232,7 +230,7 @@ def render_comparison(
             else f"the same plan as {first}"
         )
         mark = " *" if not_executed(item) else ""
-        table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), item.noted(settings))
+        table.add_row(f"{item.name}{mark}", *cells, item.noted(settings))
     console = TextConsole(width, color=color)
     console.print(table)
     lines = [console.text]
@@ -266,12 +264,3 @@ _FIGURES = (
     *("peak_bytes", "stack", "precision"),
 )
 """What is said of each plan of a comparison beside the plan itself."""
-
-
-def _cells(item: "ComparedPlan", has_tokens: bool) -> tuple[str, ...]:
-    assert item.step_seconds is not None
-    assert item.ratio is not None
-    assert item.peak_bytes is not None
-    rate = item.tokens_per_second if has_tokens else item.rows_per_second
-    shown = "-" if rate is None else per_second(rate)
-    return format_seconds(item.step_seconds), f"{item.ratio:.3f}", shown, format_bytes(item.peak_bytes)

@@ -45,11 +45,13 @@ from lightning_mist.hardware.catalog import with_stack
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import OFFLOADED, Plan, SearchSpace, StepRates, step_rates
 from lightning_mist.plan.changes import DEFERRED_UPDATE
+from lightning_mist.plan.plan_tables import per_second
 from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.select import ALIKE
 from lightning_mist.tuner.space import Space, divisors
+from lightning_mist.units import format_bytes, format_seconds
 
 OURS = "this plan"
 """What the plan itself is called."""
@@ -235,6 +237,14 @@ class ComparedPlan:
     def peak_bytes(self) -> int | None:
         """What tensors take on the device that needs most."""
         return None if self.plan is None else self.plan.prediction.peak_bytes
+
+    def cells(self, *, in_tokens: bool, digits: int) -> tuple[str, str, str, str]:
+        """Its seconds, ratio (in so many digits), tokens or rows per second and peak for people, if it has a plan."""
+        if self.plan is None:
+            return ("-",) * 4
+        rate, said = self.tokens_per_second if in_tokens else self.rows_per_second, self.plan.prediction
+        shown = "-" if rate is None else per_second(rate)
+        return format_seconds(said.step_seconds), f"{self.ratio:.{digits}f}", shown, format_bytes(said.peak_bytes)
 
     def noted(self, text: str) -> str:
         """What is said of it, with its note."""

@@ -13,7 +13,10 @@ from lightning_mist.explain import ComparedPlan, Explanation, explanation_sectio
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.plan import Plan, Predicted, ZeroStage, step_rates
 from lightning_mist.plan.plan_tables import counted, per_second, spent_rows, stage_cells, stages_named
+from lightning_mist.report.draw_map import draw_map
 from lightning_mist.report.draw_memory import WORDS as MEMORY_WORDS
+from lightning_mist.report.draw_memory import memory_figure, memory_picture, unit_figure
+from lightning_mist.report.draw_timeline import timeline_figure
 from lightning_mist.report.figures import inline_svg, styled
 from lightning_mist.report.frontier import Frontier, frontier_figure, frontier_lines
 from lightning_mist.report.timeline import timeline_of
@@ -150,8 +153,6 @@ def _figures(report: Report, predicted: Predicted) -> Iterator[tuple[str, str]]:
 
 
 def _map(report: Report) -> str:
-    from lightning_mist.report.draw_map import draw_map
-
     if report.machine is None:
         return ""
     caption = (
@@ -162,8 +163,6 @@ def _map(report: Report) -> str:
 
 
 def _timeline(plan: Plan, simulation: Simulation) -> str:
-    from lightning_mist.report.draw_timeline import timeline_figure
-
     timeline = timeline_of(plan, simulation)
     with styled("timeline", is_text=True):
         svg = inline_svg(timeline_figure(timeline), "timeline", "Timeline of one step, by stage")
@@ -176,8 +175,6 @@ def _timeline(plan: Plan, simulation: Simulation) -> str:
 
 def _memory(report: Report, simulation: Simulation) -> str:
     """Bytes over the step as a picture, of plans that say what they are made of."""
-    from lightning_mist.report.draw_memory import memory_figure, memory_picture, unit_figure
-
     if not all(stage.needs for stage in report.plan.prediction.stages):
         return ""
     picture = memory_picture(report.plan, report.memory_limits, simulation)
@@ -542,21 +539,9 @@ def comparison_table(compared: Sequence[ComparedPlan]) -> str:
     headings = ["plan", "step", "times ours", "tokens/s" if has_tokens else "rows/s", "peak memory", "settings"]
     rows = []
     for item in compared:
-        if item.plan is None or item.step_seconds is None or item.peak_bytes is None or item.ratio is None:
-            rows.append([item.name, "-", "-", "-", "-", item.noted(item.reason)])
-            continue
-        rate = item.tokens_per_second if has_tokens else item.rows_per_second
-        mark = " (a forecast: not executed yet)" if unsupported(item.plan) else ""
-        rows.append(
-            [
-                item.name,
-                format_seconds(item.step_seconds),
-                f"{item.ratio:.2f}",
-                "-" if rate is None else per_second(rate),
-                format_bytes(item.peak_bytes),
-                item.noted(item.settings + mark),
-            ]
-        )
+        mark = " (a forecast: not executed yet)" if item.plan is not None and unsupported(item.plan) else ""
+        settings = item.noted(item.reason if item.plan is None else item.settings + mark)
+        rows.append([item.name, *item.cells(in_tokens=has_tokens, digits=2), settings])
     return table(headings, rows, text=("plan", "settings"), ours=0)
 
 
