@@ -117,6 +117,13 @@ def slice_rows(batch: Batch, first: int, end: int) -> Batch:
     return result
 
 
+def sequence_length(batch: Any) -> int | None:
+    """The length of the sequences: the second dimension that all matrices of integers share; ``None`` if none."""
+    matrices = [t for t in batch_tensors(batch) if t.dim() == 2 and not t.is_floating_point() and not t.is_complex()]
+    lengths = {tensor.shape[1] for tensor in matrices}
+    return lengths.pop() if len(lengths) == 1 and min(lengths) > 1 else None
+
+
 def copy_batch(batch: Batch, *, with_tensors: bool = False) -> Batch:
     """The same batch in fresh containers of any class, so that a step may pop keys and run again; tensors are shared.
 

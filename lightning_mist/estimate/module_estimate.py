@@ -28,11 +28,10 @@ from lightning_mist.model import (
     optimizer_to_describe,
     trace_model,
 )
-from lightning_mist.model.fakes import sequence_length
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, load, plan_of
-from lightning_mist.tensors import batch_rows, slice_rows
+from lightning_mist.tensors import batch_rows, sequence_length, slice_rows
 
 
 def estimate_memory(

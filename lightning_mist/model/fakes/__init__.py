@@ -17,7 +17,6 @@ from lightning_mist.model.fakes.fake_modules import (
     quiet_fakes,
     renew_flat_weights,
     resize_batch,
-    sequence_length,
     slots_of,
     state_of,
     storage_of,

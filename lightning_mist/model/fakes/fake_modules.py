@@ -21,6 +21,7 @@ from lightning_mist.tensors import (
     is_hollow,
     is_row_list,
     rebuild,
+    sequence_length,
     substitute,
 )
 from lightning_mist.without_values import memory_rules, without_warnings
@@ -117,13 +118,6 @@ def state_of(leaf: Any) -> Any:
 def convert_batch(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The batch in containers of its own with every tensor changed."""
     return rebuild(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else None)
-
-
-def sequence_length(batch: Any) -> int | None:
-    """The length of the sequences: the second dimension that all matrices of integers share; ``None`` if none."""
-    matrices = [t for t in batch_tensors(batch) if t.dim() == 2 and not t.is_floating_point() and not t.is_complex()]
-    lengths = {tensor.shape[1] for tensor in matrices}
-    return lengths.pop() if len(lengths) == 1 and min(lengths) > 1 else None
 
 
 def _taken(leaf: Any, dim: int, positions: Tensor) -> Any:

@@ -16,14 +16,13 @@ from lightning_mist.model.fakes import (
     isolated,
     put,
     resize_batch,
-    sequence_length,
     slots_of,
     thin,
 )
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.trace import Kinds, group, imitate, module_key, record_answer
 from lightning_mist.plan.calls import call_signature, without_caches
-from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch, is_hollow
+from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch, is_hollow, sequence_length
 from lightning_mist.without_values import BlockAnswer
 
 _ROWS = 2  # rows of the batch that a step is tried on: two, so that they can be told apart from a broadcast

@@ -21,7 +21,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import compiled_text, map_module
 from lightning_mist.model.device import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.events import timeline_of
-from lightning_mist.model.fakes import describe_guesses, device_of, has_values, refusal, resize_batch, sequence_length
+from lightning_mist.model.fakes import describe_guesses, device_of, has_values, refusal, resize_batch
 from lightning_mist.model.operator_costs import storage_key
 from lightning_mist.model.spec import (
     BILINEAR,
@@ -53,7 +53,7 @@ from lightning_mist.model.trace.part_hooks import RankView, present_parts
 from lightning_mist.plan import Exclusion, ModuleMap, TensorSplit
 from lightning_mist.plan.tensor_split import stripes_of
 from lightning_mist.tensor_parallel import functions_of_wholes
-from lightning_mist.tensors import batch_rows, batch_tensors
+from lightning_mist.tensors import batch_rows, batch_tensors, sequence_length
 from lightning_mist.without_values import fake_mode
 
 # A step to be counted, and at which sizes: rows and sequence lengths around a real batch.

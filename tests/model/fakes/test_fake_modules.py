@@ -21,7 +21,6 @@ from lightning_mist.model.fakes.fake_modules import (
     put,
     quiet_fakes,
     resize_batch,
-    sequence_length,
     slots_of,
     state_of,
     storage_of,
@@ -29,7 +28,7 @@ from lightning_mist.model.fakes.fake_modules import (
 )
 from lightning_mist.model.spec.polynomial import BILINEAR, CONSTANT, QUADRATIC
 from lightning_mist.model.trace.tracing import bases, sized
-from lightning_mist.tensors import batch_rows, batch_tensors
+from lightning_mist.tensors import batch_rows, batch_tensors, sequence_length
 from lightning_mist.without_values import become
 
 
