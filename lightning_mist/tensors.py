@@ -124,6 +124,26 @@ def sequence_length(batch: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 and min(lengths) > 1 else None
 
 
+def slice_tokens(batch: Batch, first: int, end: int) -> Batch:
+    """Positions ``first`` to ``end`` (exclusive) of all dimensions after the first that are as long as the sequences.
+
+    Raises:
+        ValueError: If the batch has no sequences.
+    """
+    if (length := sequence_length(batch)) is None:
+        raise ValueError(f"a batch of type {type(batch).__name__} has no tokens to cut: its matrices of whole numbers "
+                         "must share dimension 1")  # fmt: skip
+
+    def cut(node: Any) -> Any:
+        if not is_a(node, _ARRAYS):
+            return None
+        places = (slice(first, end) if dim and size == length else slice(None) for dim, size in enumerate(node.shape))
+        return node[tuple(places)] if node.ndim else node
+
+    result: Batch = rebuild(batch, cut)
+    return result
+
+
 def copy_batch(batch: Batch, *, with_tensors: bool = False) -> Batch:
     """The same batch in fresh containers of any class, so that a step may pop keys and run again; tensors are shared.
 

@@ -55,6 +55,7 @@ class CutMode(TorchFunctionMode):
         end: That up to its end.
         rows: Rows of the batch.
         batch: The part.
+        own: Rows of the part; by default as many as its share.
 
     Attributes:
         counted: What means were taken over: of the part, of the whole, and where.
@@ -71,9 +72,10 @@ class CutMode(TorchFunctionMode):
         *,
         rows: int,
         batch: Any,
+        own: int | None = None,
     ) -> None:
         super().__init__()
-        self._rows, self._own = rows, round((end - first) * rows)
+        self._rows, self._own = rows, round((end - first) * rows) if own is None else own
         # What has the part's rows, and the line of what would have fewer of the batch's.
         self._rowed: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._behind = ""

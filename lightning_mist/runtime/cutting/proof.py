@@ -23,6 +23,8 @@ from lightning_mist.runtime.cutting.follow import (
     Result,
     Variant,
     best_way,
+    end_of_layers,
+    leaves_of_part,
     read_results,
     result_ways,
 )
@@ -68,7 +70,14 @@ from lightning_mist.runtime.cutting.tape import (
     takes_all,
 )
 from lightning_mist.runtime.process_state import get_random_state, set_random_state
-from lightning_mist.tensors import batch_rows, batch_tensors, gradients_aside, slice_rows
+from lightning_mist.tensors import (
+    batch_rows,
+    batch_tensors,
+    gradients_aside,
+    sequence_length,
+    slice_rows,
+    slice_tokens,
+)
 
 MOST_ROWS = 5
 """Rows of the batch that is followed: parts of two and three, or of one and four."""
@@ -92,10 +101,15 @@ class _Ran:
     results: list[Result]
 
 
-def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> CutRules | str:
+def prove(
+    module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, *, lap: int | None = None
+) -> CutRules | str:
     """How batches like one are cut, or why they are not.
 
     Calls the user's step twice. What it does to the module besides gradients is the caller's to undo.
+
+    Args:
+        lap: As in :class:`CutRules`. A number asks for what is behind the last layer alone, on parts of the tokens.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     state = get_random_state(device)
@@ -107,7 +121,7 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> C
             Steady(device, without_dropout=True) as steady,
             _steady_recurrence(module),
         ):
-            proof = _Proof(module, blocks, step, batch, device)
+            proof = _Proof(module, blocks, step, batch, device, lap)
             with GradientDifferences(module) as differences:
                 rules = proof.rules(differences)
         return replace(rules, has_dropout=steady.is_dropping or recurrent)
@@ -131,16 +145,25 @@ def _steady_recurrence(module: nn.Module) -> Iterator[None]:
 
 
 class _Proof:
-    def __init__(self, module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, device: torch.device) -> None:
-        self._module, self._step, self._device = module, step, device
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[str],
+        step: Step,
+        batch: Any,
+        device: torch.device,
+        lap: int | None,
+    ) -> None:
+        self._module, self._step, self._device, self._lap = module, step, device, lap
         self._blocks = [module.get_submodule(name) for name in blocks]
-        rows = batch_rows(batch)
+        rows = batch_rows(batch) if lap is None else (sequence_length(batch) or 0) - lap
         if rows is None or rows < 2:
-            raise UncuttableError(
-                "the batch cannot be cut: its tensors do not share a first dimension of at least 2 rows"
+            lacking = (
+                "a first dimension of at least 2 rows" if lap is None else f"a second one of {2 + lap} tokens or more"
             )
-        self._rows = min(rows, MOST_ROWS)
-        self._batch = slice_rows(batch, 0, self._rows)
+            raise UncuttableError(f"the batch cannot be cut: its tensors do not share {lacking}")
+        self._rows = min(rows, MOST_ROWS) if lap is None else rows
+        self._batch = slice_rows(batch, 0, self._rows) if lap is None else batch
         self._state = get_random_state(device)
         self._is_coarse = False
 
@@ -151,8 +174,10 @@ class _Proof:
         if whole.tape.stray is not None:
             line = whole.tape.stray
             raise UncuttableError(f"a value made inside a layer is used outside, and is no result of it, at {line}")
-        fewer = self._run(slice_rows(self._batch, 0, self._rows // 2), self._rows // 2)
-        reads = _explain_numbers(whole.tape, fewer.tape)
+        few = self._rows // 2
+        part = slice_rows(self._batch, 0, few) if self._lap is None else slice_tokens(self._batch, 0, few + self._lap)
+        fewer = self._run(part, few)
+        reads = _explain_numbers(whole.tape, fewer.tape, of_rows=self._lap is None)
         whole.results = read_results(whole.results, fewer.results, reads)
         _refuse_unused_reads(whole)
         if whole.loss is None:
@@ -163,20 +188,22 @@ class _Proof:
         wanted = [whole.loss, *(ref for result in whole.results for ref in result.refs)]
         refuse_draws(tape, wanted)
         self._compare(whole, leaves, self._rows, whole.value, differences)
-        self._compare(whole, [leaf[: self._rows // 2] if leaf.dim() else leaf for leaf in leaves], self._rows // 2,
-                      fewer.value, None)  # fmt: skip
+        self._compare(whole, leaves_of_part(leaves, 0, few, self._lap), few, fewer.value, None)
         found = Findings()
         self._follow_all(tape, leaves, list(dict.fromkeys([whole.loss, *results])), whole.loss, found)
         found.spoil_unclear(tape, wanted)
         if whole.loss in found.spoilt:
             raise UncuttableError(f"the loss depends on rows together: {found.spoilt[whole.loss]}")
-        ways = result_ways(whole.results, fewer.results, found, (self._rows, self._rows // 2))
+        ways = result_ways(whole.results, fewer.results, found, (self._rows, few))
         if isinstance(ways, str):
             raise UncuttableError(ways)
         ways["loss",] = frozenset(found.ways.get(whole.loss, set()) & {"mean", "sum", "same"})
         of_whole, of_part = self._compare_gradients(tape, leaves, whole.loss, found, best_way(ways["loss",]))
-        sizes_by_batch(tape, of_whole, of_part, len(leaves))
-        return _rules(self._module, whole, fewer.tape, found, ways, len(leaves))
+        sizes_by_batch(tape, of_whole, of_part, len(leaves), of_rows=self._lap is None)
+        made = _rules(self._module, whole, fewer.tape, found, ways, len(leaves), self._lap)
+        if self._lap is not None and made.whole_tail:
+            raise UncuttableError(made.whole_tail)
+        return made
 
     def _run(self, batch: Any, rows: int, differences: GradientDifferences | None = None) -> _Ran:
         recorder = TapeRecorder(self._module, self._blocks, batch, rows, self._device)
@@ -253,7 +280,7 @@ class _Proof:
         for _ in range(_PASSES):
             before = found.text
             found.begin()
-            follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None)
+            follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None, self._lap)
             for variant, has_other in variants:
                 if variant.name in failed or loss in found.spoilt:
                     continue
@@ -282,7 +309,8 @@ class _Proof:
         for variant, _ in self._variants(tape, leaves)[1:3]:
             set_random_state(self._state, self._device)
             try:
-                whole, parts = Follower(tape, [loss], found, _COARSE if self._is_coarse else None).run(variant)
+                follower = Follower(tape, [loss], found, _COARSE if self._is_coarse else None, self._lap)
+                whole, parts = follower.run(variant)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception:  # such a batch was not followed either
@@ -293,11 +321,12 @@ class _Proof:
             if not torch.isfinite(whole[loss]).all():
                 continue
             with GradientDifferences(self._module) as differences:
-                whole[loss].backward()  # type: ignore[no-untyped-call]
+                shared = self._lap is not None  # parts hang on the layers of the whole
+                whole[loss].backward(retain_graph=shared)  # type: ignore[no-untyped-call]
                 differences.turn()
                 for part, rows in zip(parts, variant.rows, strict=True):
                     share = 1.0 if way == "sum" else rows / self._rows
-                    (part[loss] * share).backward()  # type: ignore[no-untyped-call]
+                    (part[loss] * share).backward(retain_graph=shared)
                 _refuse_other_gradients(
                     differences, self._limit(whole[loss]),
                     f"the gradients of a batch's parts do not add up to those of the batch ({variant.name})",
@@ -335,7 +364,7 @@ def _refuse_unused_reads(ran: _Ran) -> None:
             raise UncuttableError(f"the step takes numbers for something beside its results, at {entry.line}")
 
 
-def _explain_numbers(tape: Tape, fewer: Tape) -> dict[tuple[Any, Any], Ref]:
+def _explain_numbers(tape: Tape, fewer: Tape, *, of_rows: bool) -> dict[tuple[Any, Any], Ref]:
     """See which plain numbers go with the rows or with values that were read; tensors by pairs of such values."""
     reads: dict[tuple[Any, Any], Ref] = {}
     if [entry.name for entry in tape.entries] != [entry.name for entry in fewer.entries]:
@@ -353,7 +382,7 @@ def _explain_numbers(tape: Tape, fewer: Tape) -> dict[tuple[Any, Any], Ref]:
             assert isinstance(twin, (int, float))
             if (leaf, twin) in reads:
                 changes[path] = Number(Read("item", reads[leaf, twin]))
-            elif leaf * fewer.rows == twin * tape.rows and leaf % tape.rows == 0:
+            elif of_rows and leaf * fewer.rows == twin * tape.rows and leaf % tape.rows == 0:
                 changes[path] = Number(Rows(int(leaf) // tape.rows))
         if changes:
             entry.args, entry.kwargs = rebuilt((entry.args, entry.kwargs), changes.get)
@@ -390,26 +419,34 @@ def _forms(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> tuple[dict[Any
     return forms, values
 
 
-def _whole_tail(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> str:
-    """Why what runs behind the last layer has to take all rows at once, if so.
+def _whole_tail(tape: Tape, found: Findings, wanted: Sequence[Ref], lap: int | None) -> str:
+    """Why what runs behind the last layer has to take all rows, or tokens, at once, if so.
 
     What is proved of parts holds for it too if it draws nothing and takes of layers what lies there row by row: then
     these rows of what the layers gave for all are what they would have given for a part.
     """
-    last = max((entry.index for entry in tape.entries if entry.block is not None), default=-1)
+    last = end_of_layers(tape)
     for entry in (entry for entry in ancestors(tape, wanted) if entry.index > last):
         if drops(entry.name, (torch.empty(0), *entry.args[1:]), entry.kwargs):
             return f"what is behind the last layer drops something at random, at {entry.line}"
         for ref in sources(entry):
             way = row_way(found.ways.get(ref, set()))
             is_handed = BATCH < ref.entry <= last and tape.depends(ref) == "parameters"
-            if is_handed and (way is None or not way.endswith(" 1")):
-                return f"{entry.name} at {entry.line}, behind the last layer, takes what is made of all rows together"
+            is_lying = way is not None and (way.endswith(" 1") if lap is None else way.startswith("rows 1 1"))
+            if is_handed and not is_lying:
+                what = "rows" if lap is None else "tokens"
+                return f"{entry.name} at {entry.line}, behind the last layer, takes what is made of all {what} together"
     return ""
 
 
 def _rules(
-    module: nn.Module, ran: _Ran, fewer: Tape, found: Findings, ways: dict[ResultKey, frozenset[Way]], leaves: int
+    module: nn.Module,
+    ran: _Ran,
+    fewer: Tape,
+    found: Findings,
+    ways: dict[ResultKey, frozenset[Way]],
+    leaves: int,
+    lap: int | None,
 ) -> CutRules:
     tape = ran.tape
     wanted = [ref for ref in (ran.loss, *(ref for result in ran.results for ref in result.refs)) if ref is not None]
@@ -428,7 +465,8 @@ def _rules(
     fixed = [ends for ends in slices if ends and all(end is None or type(end) is int for end in ends)]
     fewer_rows = [ends for ends in fixed if not takes_all(ends, tape.rows)]
     return CutRules(
-        whole_tail=_whole_tail(tape, found, wanted),
+        whole_tail=_whole_tail(tape, found, wanted, lap),
+        lap=lap,
         slices=(*dict.fromkeys(fewer_rows), *([ROWS] if by_number else ())),
         sites=tuple(with_weights(site, lambda weight: portable_values(weight, module)) for site in sites),
         slice=Slice(entries, tape.device) if needed(sites) else None,
@@ -550,7 +588,8 @@ class Perturber:
         """Labels some of which are ignored, among them all of the first rows."""
         drop = torch.rand(target.shape, generator=self._generator) < 0.4
         drop[: max(1, len(target) // 4)] = True
-        drop.view(-1)[-1] = False
+        counting = (target != ignored).flatten().nonzero()
+        drop.view(-1)[int(counting[-1]) if len(counting) else -1] = False
         return target.masked_fill(drop.to(target.device), ignored)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -38,7 +39,8 @@ from lightning_mist.tensors import batch_tensors
 Way = str
 """``"same"``: equal for the whole and all parts. ``"mean"``: the mean of those of the parts, weighted by their rows.
 ``"sum"``, ``"max"``, ``"min"``: that of theirs. ``"rows D K"``: their concatenation along dimension D, of which K
-repetitions of the rows lie behind one another."""
+repetitions of the rows lie behind one another. ``"rows D K L"``: the same, but each part's last L are the next part's
+first."""
 
 SIMPLE = ("same", "mean", "sum", "max", "min")
 
@@ -102,11 +104,19 @@ def is_close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return float((found - wanted).abs().max()) <= tolerance * scale
 
 
-def ways(whole: Tensor, parts: Sequence[Tensor], rows: Sequence[int], *, tolerance: float | None = None) -> set[Way]:
+def ways(
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    rows: Sequence[int],
+    *,
+    tolerance: float | None = None,
+    lap: int | None = None,
+) -> set[Way]:
     """All ways in which a whole batch's value may follow from those of its parts.
 
     Args:
         tolerance: Largest relative difference; by default that of the element type.
+        lap: As in :class:`CutRules`.
     """
     if whole.layout is not torch.strided or any(part.dtype != whole.dtype for part in parts):
         return set()
@@ -114,7 +124,7 @@ def ways(whole: Tensor, parts: Sequence[Tensor], rows: Sequence[int], *, toleran
         whole, parts = torch.view_as_real(whole), [torch.view_as_real(part) for part in parts]
     limit = tolerance_of(whole.dtype) if tolerance is None else tolerance
     is_alike = all(part.shape == whole.shape for part in parts)
-    return _along_rows(whole, parts, limit) | (_of_equal_shapes(whole, parts, rows, limit) if is_alike else set())
+    return _along_rows(whole, parts, limit, lap) | (_of_equal_shapes(whole, parts, rows, limit) if is_alike else set())
 
 
 def _of_equal_shapes(whole: Tensor, parts: Sequence[Tensor], rows: Sequence[int], limit: float) -> set[Way]:
@@ -136,18 +146,23 @@ def _of_equal_shapes(whole: Tensor, parts: Sequence[Tensor], rows: Sequence[int]
     return found
 
 
-def _along_rows(whole: Tensor, parts: Sequence[Tensor], limit: float) -> set[Way]:
+def _along_rows(whole: Tensor, parts: Sequence[Tensor], limit: float, lap: int | None) -> set[Way]:
     found: set[Way] = set()
     for dim in range(whole.dim()):
         sizes = [part.shape[dim] if part.dim() == whole.dim() else -1 for part in parts]
         others = [tuple(tensor.shape[:dim]) + tuple(tensor.shape[dim + 1 :]) for tensor in (whole, *parts)]
-        if sum(sizes) != whole.shape[dim] or any(other != others[0] for other in others):
+        more, common = sum(sizes) - whole.shape[dim], gcd(*sizes)
+        if any(other != others[0] for other in others):
             continue
-        common = gcd(*sizes)
-        for outer in (1, *(number for number in range(2, min(common, 4096) + 1) if common % number == 0)):
-            if is_close(joined([part.detach() for part in parts], dim, outer), whole, limit):
-                found.add(f"rows {dim} {outer}")
-                break
+        # Labels that are padded before they are shifted overlap by one more.
+        laps = (0,) if more == 0 else (lap, lap + 1) if lap else ()
+        for outer in (number for number in range(1, max(1, min(common, 4096)) + 1) if common % number == 0):
+            each = next((each for each in laps if more == outer * each * (len(parts) - 1)), None)
+            way = f"rows {dim} {outer} {each}".removesuffix(" 0")
+            if each is not None and is_close(joined([part.detach() for part in parts], way), whole, limit):
+                found.add(way)
+                if lap is None:  # of rows the simplest will do
+                    break
     return found
 
 
@@ -204,17 +219,23 @@ def _scaled(is_quotient: bool, joint: Sequence[Operand]) -> AbstractSet[Way]:
     return {after} if before in others[0][1] else set()
 
 
-def joined(parts: Sequence[Tensor], dim: int, outer: int) -> Tensor:
-    """The whole from parts along a dimension that repeats the rows so many times."""
-    if outer == 1:
-        return torch.cat(list(parts), dim)
-    return torch.cat([_apart(part, dim, outer) for part in parts], dim + 1).flatten(dim, dim + 1)
+def joined(parts: Sequence[Tensor], way: Way) -> Tensor:
+    """The whole from its parts along its rows."""
+    dim, outer, lap = _places(way)
+    pieces = [_apart(part, dim, outer) for part in parts]
+    pieces = [*(piece.narrow(dim + 1, 0, piece.shape[dim + 1] - lap) for piece in pieces[:-1]), pieces[-1]]
+    return torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
+
+
+def _places(way: Way) -> tuple[int, int, int]:
+    """The dimension that has rows, their repetitions in it, and how many are those of the next part."""
+    dim, outer, *lap = map(int, way.split()[1:])
+    return dim, outer, sum(lap)
 
 
 def cut(whole: Tensor, way: Way, first: float, end: float) -> Tensor:
     """A part of a value along its rows: from one share of the whole to another."""
-    _, dim_text, outer_text = way.split()
-    dim, outer = int(dim_text), int(outer_text)
+    dim, outer, _ = _places(way)
     size = whole.shape[dim] // outer
     low, high = round(size * first), round(size * end)
     if outer == 1:
@@ -224,11 +245,12 @@ def cut(whole: Tensor, way: Way, first: float, end: float) -> Tensor:
 
 def split_like(whole: Tensor, way: Way, parts: Sequence[Tensor]) -> list[Tensor]:
     """The pieces of another value of the whole's form that stand where the parts stood."""
-    _, dim_text, outer_text = way.split()
-    dim, outer = int(dim_text), int(outer_text)
-    sizes = [part.shape[dim] // outer for part in parts]
-    pieces = torch.split(_apart(whole, dim, outer), sizes, dim + 1)
-    return [piece.flatten(dim, dim + 1) for piece in pieces]
+    dim, outer, lap = _places(way)
+    sizes, every = [part.shape[dim] // outer for part in parts], _apart(whole, dim, outer)
+    begins = accumulate((size - lap for size in sizes), initial=0)
+    return [
+        every.narrow(dim + 1, begin, size).flatten(dim, dim + 1) for begin, size in zip(begins, sizes, strict=False)
+    ]
 
 
 def _apart(tensor: Tensor, dim: int, outer: int) -> Tensor:
@@ -388,6 +410,8 @@ class CutRules:
         has_dropout: Whether parts draw other masks of dropout than the whole batch would.
         whole_tail: Why what runs behind the last layer has to take all rows of a part at once; empty if some of them
             after others will do.
+        lap: Of batches that are cut along tokens behind the last layer: how many of the next part's each part has as
+            well, since labels are shifted. None if they are cut along rows.
     """
 
     sites: tuple[Site, ...] = ()
@@ -401,6 +425,7 @@ class CutRules:
     slices: tuple[tuple[Any, Any], ...] = ()
     has_dropout: bool = False
     whole_tail: str = ""
+    lap: int | None = None
 
     @property
     def site_text(self) -> str:
@@ -546,7 +571,7 @@ def bound_values(value: Any, module: nn.Module) -> Any:
     return rebuilt(value, lambda _, leaf: Fixed(module.get_buffer(leaf.name)) if isinstance(leaf, Named) else leaf)
 
 
-def sizes_by_batch(tape: Tape, whole: Values, part: Values, leaves: int) -> None:
+def sizes_by_batch(tape: Tape, whole: Values, part: Values, leaves: int, *, of_rows: bool) -> None:
     """Read sizes from the batch that calls on the batch alone read from tensors which depend on parameters."""
 
     def by_batch(origin: Any) -> Any:
@@ -556,14 +581,13 @@ def sizes_by_batch(tape: Tape, whole: Values, part: Values, leaves: int) -> None
         if not is_size or tape.depends(origin.ref) != "parameters" or origin.ref not in whole:
             return origin
         sizes = whole.number(origin), part.number(origin)
-        if sizes[0] != sizes[1]:
-            return Rows(sizes[0] // whole.rows) if sizes[0] * part.rows == sizes[1] * whole.rows else origin
-        for leaf in range(leaves):
-            shape = whole[Ref(BATCH, leaf)].shape
-            found = next((dim for dim in range(1, len(shape)) if shape[dim] == sizes[0]), None)
-            if found is not None:
-                return Read("size", Ref(BATCH, leaf), found)
-        return sizes[0]
+        for ref in (Ref(BATCH, leaf) for leaf in range(leaves)):
+            pairs = list(zip(whole[ref].shape, part[ref].shape, strict=True))
+            if sizes in pairs:
+                return Read("size", ref, pairs.index(sizes))
+        if sizes[0] == sizes[1]:
+            return sizes[0]
+        return Rows(sizes[0] // whole.rows) if of_rows and sizes[0] * part.rows == sizes[1] * whole.rows else origin
 
     def replaced(_: tuple[Any, ...], leaf: Any) -> Any:
         return Number(by_batch(leaf.origin)) if isinstance(leaf, Number) else leaf
