@@ -127,6 +127,8 @@ def sequence_length(batch: Any) -> int | None:
 def slice_tokens(batch: Batch, first: int, end: int) -> Batch:
     """Positions ``first`` to ``end`` (exclusive) of all dimensions after the first that are as long as the sequences.
 
+    Tensors are as contiguous as a loader's.
+
     Raises:
         ValueError: If the batch has no sequences.
     """
@@ -138,7 +140,8 @@ def slice_tokens(batch: Batch, first: int, end: int) -> Batch:
         if not is_a(node, _ARRAYS):
             return None
         places = (slice(first, end) if dim and size == length else slice(None) for dim, size in enumerate(node.shape))
-        return node[tuple(places)] if node.ndim else node
+        part = node[tuple(places)] if node.ndim else node
+        return part.contiguous() if is_a(part, Tensor) else part
 
     result: Batch = rebuild(batch, cut)
     return result

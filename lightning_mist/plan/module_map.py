@@ -32,12 +32,13 @@ Feature = Literal[
     "offloaded_optimizer",
     "offloaded_activations",
     "tail_chunks",
+    "tail_tokens",
 ]
 """What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks, tensor parallelism, sequence
 parallelism, context parallelism, leaving gradients or optimizer state to one rank each (every ZeRO stage from 1 on),
 leaving parameters to one rank each (ZeRO-3), having parameters only while their layer computes (ZeRO-3 then treats the
 module as one unit, and nothing is offloaded), leaving a kind of state to host memory, and running what is behind the
-last block on some rows of a microbatch after others.
+last block on some rows, or some tokens, of a microbatch after others.
 """
 
 OFFLOADS: Mapping[str, Feature] = MappingProxyType(
@@ -118,6 +119,9 @@ class ModuleMap:
         cuts: For each layer position ``k`` in ``1 .. len(blocks)-1``, at index ``k - 1``: the tensors alive on entry to
             block ``k``, in order of definition.
         tail: Those that what runs behind the last block is given.
+        tokens: How many tokens a row of the batch has, if all of these have one place each for them behind the rows.
+        lap: How many of the next chunk's tokens each chunk has as well, once it is proved that what runs behind the
+            last block may take tokens in chunks: one where labels are shifted.
         leaking_blocks: Positions of blocks whose inner values are read from outside; they run on fakes when skipped.
         indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
         leaves_out: Whether a trained parameter would get no gradient from any one run of the step that was looked at.
@@ -149,6 +153,8 @@ class ModuleMap:
     drops: bool = False
     even_shards: bool = False
     tail: tuple[LiveTensor, ...] = ()
+    tokens: int | None = None
+    lap: int | None = None
 
     def split(self, degree: int) -> TensorSplit:
         """How the module is split over ``degree`` tensor-parallel ranks."""
@@ -177,10 +183,17 @@ class ModuleMap:
         return tuple(dict.fromkeys((*self.excludes("shards"), *self.excludes(OFFLOADS[kind]))))
 
     @property
+    def cuts_tokens(self) -> bool:
+        """Whether what runs behind the last block takes tokens in chunks, as far as is known, and not rows."""
+        return self.tokens is not None and not self.excludes("tail_tokens")
+
+    @property
     def whole_tail(self) -> tuple[str, ...]:
         """The reasons for which what runs behind the last block takes a microbatch whole; empty if parts will do."""
-        features: tuple[Feature, ...] = ("pipeline", "microbatches", "tail_chunks")
-        found = [reason for feature in features for reason in self.excludes(feature)]
+        features: tuple[Feature, ...] = ("pipeline", "tail_chunks")
+        if self.cuts_tokens:
+            return tuple(dict.fromkeys(reason for feature in features for reason in self.excludes(feature)))
+        found = [reason for feature in (*features, "microbatches") for reason in self.excludes(feature)]
         found += [
             f"the {describe_value(live.key)} is of all rows and is used behind the last layer"
             for live in self.tail

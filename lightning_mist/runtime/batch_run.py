@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import LiveTensor, ModuleMap, OffloadRatios, Plan, ZeroStage, of_whole_batches, replica_ranks
+from lightning_mist.plan.calls import describe_value
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Crossing, GraphEnd, Microbatch, Neighbours, Portion, Transport, Work
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
@@ -22,7 +23,14 @@ from lightning_mist.runtime.stage import InputSpec, PipelineStage, RankStages, S
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, check, lower_forwards
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 from lightning_mist.schedule.stage_units import used_elsewhere
-from lightning_mist.tensors import batch_signature, batch_tensors, copy_batch, slice_rows
+from lightning_mist.tensors import (
+    batch_signature,
+    batch_tensors,
+    copy_batch,
+    sequence_length,
+    slice_rows,
+    slice_tokens,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +133,8 @@ class BatchRun:
         self._loss_scale, self._keeps_graph = loss_scale, keeps_graph
         # Of which parts of batches there are results, in the order of their index.
         last = next((stage for stage in context.stages if stage.index == self._last), None)
-        count = 1 if last is None else last.tail_chunks
-        self._chunks = [_chunks_of(microbatch, count) for microbatch in microbatches]
+        count, lap = (1, None) if last is None else (last.tail_chunks, last.lap)
+        self._chunks = [_chunks_of(microbatch, count, lap) for microbatch in microbatches]
         self.parts = [chunk for chunks in self._chunks for chunk in chunks]
         self._tail_inputs: dict[int, tuple[tuple[Tensor, ...], GraphEnd | None]] = {}
         self.outputs: list[Any] = [None] * len(self.parts)
@@ -387,7 +395,7 @@ class BatchRun:
         with tail.attached(), no_kept_casts():
             for chunk in (chunk for chunk in self._chunks[microbatch.index] if chunk.weight):
                 inputs = [_leaf(*item, rows, chunk) for item in zip(tail.receives, tensors, sums, strict=True)]
-                output = tail.forward(partial(self._step, chunk), inputs)
+                output = tail.forward(partial(self._step, chunk), [leaf for leaf, _ in inputs])
                 if self._drawn() != state:
                     raise TraceError(
                         "what runs behind the last layer draws random numbers, which it did not when the plan was "
@@ -397,6 +405,9 @@ class BatchRun:
                 del output
                 if self._keeps_graph:
                     self._backward_loss(chunk, None)
+                for leaf, total in inputs:
+                    if total is not None and leaf.grad is not None and leaf.grad is not total:
+                        total.add_(leaf.grad)
         if self._made is not None:
             self._made()
         # What no chunk has added to, the loss does not depend on: it has no gradient, rather than one of zeros.
@@ -449,38 +460,58 @@ class BatchRun:
         return (microbatch.index * self._last + boundary) * self._context.tags_per_boundary + tensor
 
 
-def _chunks_of(microbatch: Microbatch, count: int) -> tuple[Microbatch, ...]:
-    """A microbatch in chunks of as many rows, or one more; those without rows have no value."""
+def _chunks_of(microbatch: Microbatch, count: int, lap: int | None) -> tuple[Microbatch, ...]:
+    """A microbatch in chunks of as many rows, or tokens, or one more; those without any have no value."""
     if count == 1:
         return (microbatch,)
-    if (every := microbatch.batch_rows) is None:
+    length = None if lap is None else sequence_length(microbatch.value) or lap
+    first, end = microbatch.rows or (0, microbatch.batch_rows or 0)
+    if microbatch.weight and (microbatch.batch_rows is None or (lap is not None and length == lap)):
+        lacking, what = ("second", "tokens") if microbatch.batch_rows else ("first", "rows")
         raise PlanError(
-            f"tail_chunks = {count}: the tensors of a batch differ in their first dimension, so that it has no rows to "
-            "cut; use tail_chunks = 1"
+            f"tail_chunks = {count}: the tensors of a batch differ in their {lacking} dimension, so that it has no "
+            f"{what} to cut; use tail_chunks = 1"
         )
-    first, end = microbatch.rows or (0, every)
-    cuts = [first + (end - first) * number // count for number in range(count + 1)]
-    return tuple(
-        replace(
-            microbatch,
-            value=slice_rows(microbatch.value, low - first, high - first) if high > low else None,
-            weight=(high - low) / max(every, 1),
-            index=microbatch.index * count + number,
-            rows=(low, high),
-        )
-        for number, (low, high) in enumerate(pairwise(cuts))
-    )
+    begin, every = (first, end - first) if length is None else (0, length - (lap or 0))
+    cuts = [begin + every * number // count for number in range(count + 1)]
+    found = []
+    for number, (low, high) in enumerate(pairwise(cuts)):
+        weight = microbatch.weight * (high - low) / max(every, 1)
+        chunk = replace(microbatch, value=None, weight=weight, index=microbatch.index * count + number)
+        if length is None:
+            value = slice_rows(microbatch.value, low - first, high - first) if high > low else None
+            found.append(replace(chunk, value=value, rows=(low, high)))
+        else:
+            value = slice_tokens(microbatch.value, low, high + (lap or 0)) if weight else None
+            found.append(replace(chunk, value=value, tokens=(low, high + (lap or 0), length)))
+    return tuple(found)
 
 
-def _leaf(live: LiveTensor, tensor: Tensor, total: Tensor | None, every: tuple[int, int], chunk: Microbatch) -> Tensor:
-    """The rows of a chunk, whose gradient is added up in their place among those of all rows."""
-    if live.batch_dim is not None and chunk.rows is not None:
+def _leaf(
+    live: LiveTensor, tensor: Tensor, total: Tensor | None, every: tuple[int, int], chunk: Microbatch
+) -> tuple[Tensor, Tensor | None]:
+    """The rows or tokens of a chunk, and where their gradient is added up, which that of rows is at once."""
+    place = None
+    if chunk.tokens is not None:
+        first, end, length = chunk.tokens
+        short = length - tensor.shape[1] if tensor.dim() > 1 else -1
+        if short not in (0, 1):
+            raise TraceError(
+                f"the {describe_value(live.key)} has the shape {tuple(tensor.shape)} behind the last layer, for "
+                f"{length} tokens: it had one place for each when the plan was made. Use tail_chunks = 1"
+            )
+        place = 1, first, end - first - short
+    elif live.batch_dim is not None and chunk.rows is not None:
         each = tensor.shape[live.batch_dim] // (every[1] - every[0])
         place = live.batch_dim, (chunk.rows[0] - every[0]) * each, (chunk.rows[1] - chunk.rows[0]) * each
+    if place is not None:
         tensor, total = tensor.narrow(*place), total if total is None else total.narrow(*place)
-    leaf = tensor.detach().requires_grad_(total is not None)
-    leaf.grad = total
-    return leaf
+    leaf = tensor.detach()
+    if chunk.tokens is not None:
+        # The next chunk may have some of these tokens too, and must not see what is written into them.
+        return leaf.clone(memory_format=torch.contiguous_format).requires_grad_(total is not None), total
+    leaf.requires_grad_(total is not None).grad = total
+    return leaf, total
 
 
 def _copied(microbatch: Microbatch) -> Microbatch:

@@ -32,6 +32,7 @@ from lightning_mist.plan.module_map import (
     exclusions_of,
 )
 from lightning_mist.plan.plan_tables import ranges
+from lightning_mist.tensors import sequence_length
 
 Slots = dict[tuple[str, str], str]
 
@@ -86,6 +87,8 @@ def map_module(
     (cuts, unclear), (tail, unclear_tail) = _cuts(runs), _tail(runs)
     exclusions = find_exclusions(module, runs, frozenset(first.order)) + _exclude(("pipeline",), *unclear)
     exclusions += _exclude(("tail_chunks",), *unclear_tail)
+    length = sequence_length(batch) or 0
+    has_tokens = all(len(live.shape) > 1 and live.shape[1] in (length, length - 1) for live in tail)
     return ModuleMap(
         step=step,
         blocks=tuple(first.order),
@@ -98,6 +101,7 @@ def map_module(
         leaves_out=_leaves_out(module, slots, runs.records),
         writes="seen" if first.written_parameters or second.written_parameters else "",
         tail=tail,
+        tokens=length if length and tail and has_tokens else None,
     )
 
 

@@ -551,6 +551,7 @@ class Microbatch:
         owner: Global rank that loaded the batch.
         batch_rows: Rows of the owner's whole batch; None if they cannot be counted (then nothing is cut).
         rows: Where its rows begin and end in the owner's batch; None for a whole one.
+        tokens: Of a chunk of tokens: where these begin and end among how many; None for all of them.
         random_state: State of the owner's generators, for whole batches; it travels from stage to stage.
         seed: Otherwise the seed of this part; None leaves the generators alone.
     """
@@ -561,6 +562,7 @@ class Microbatch:
     index: int
     batch_rows: int | None = None
     rows: tuple[int, int] | None = None
+    tokens: tuple[int, int, int] | None = None
     random_state: Tensor | None = None
     seed: int | None = None
 

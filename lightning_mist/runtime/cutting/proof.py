@@ -326,7 +326,7 @@ class _Proof:
                 differences.turn()
                 for part, rows in zip(parts, variant.rows, strict=True):
                     share = 1.0 if way == "sum" else rows / self._rows
-                    (part[loss] * share).backward(retain_graph=shared)
+                    (part[loss] * share).backward(retain_graph=shared)  # type: ignore[no-untyped-call]
                 _refuse_other_gradients(
                     differences, self._limit(whole[loss]),
                     f"the gradients of a batch's parts do not add up to those of the batch ({variant.name})",

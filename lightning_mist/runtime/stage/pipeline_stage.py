@@ -177,7 +177,7 @@ class PipelineStage:
         checkpointing: How many of the stage's first blocks are recomputed in backward, and what of them.
         split: How the stage is split over the ranks that share its rows; its parameters must be this rank's parts while
             it is attached. None if it is not.
-        tail_chunks: Into how many chunks of rows a microbatch is cut for what runs behind the module's last layer.
+        tail_chunks: Into how many chunks a microbatch is cut for what runs behind the module's last layer.
 
     Attributes:
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
@@ -185,8 +185,9 @@ class PipelineStage:
         observer: Is told when a forward, and no recomputation, enters and leaves the stage's blocks, if anybody is; set
             it before the stage is attached.
         deferral: Takes the gradients of weights out of backward, if anybody does; set it before the stage is attached.
-        tail: What runs behind the last layer where it takes rows in chunks: a stage by itself, which is attached inside
-            this one.
+        tail: What runs behind the last layer where it takes chunks: a stage by itself, which is attached inside this
+            one.
+        lap: As in the map: chunks are of tokens if it is known, else of rows.
         own: Names of the parameters that no other stage has.
         receives: The values that cross into the stage.
 
@@ -211,7 +212,7 @@ class PipelineStage:
         tail_chunks: int = 1,
     ) -> None:
         self.module, self._map, self._bounds, self.index = module, module_map, bounds, index
-        self.split, self.tail_chunks = split, tail_chunks
+        self.split, self.tail_chunks, self.lap = split, tail_chunks, module_map.lap
         self._first, self._end = bounds[index]
         self._num_stages = len(bounds)
         self._checkpointing = checkpointing or Checkpointing()
