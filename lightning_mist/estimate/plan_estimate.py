@@ -310,7 +310,8 @@ class _Steps:
                 plan = plan_of(self._spec.num_layers, **options)
             except PlanError:
                 continue
-            chunks = gcd(self._plan.stages[-1].tail_chunks, rows)
+            chunks = self._plan.stages[-1].tail_chunks
+            chunks = chunks if self._spec.module_map.cuts_tokens else gcd(chunks, rows)
             if chunks > 1 and shape["tensor_parallel_degree"] == shape["context_parallel_degree"] == 1:
                 plan = replace(plan, stages=(*plan.stages[:-1], replace(plan.stages[-1], tail_chunks=chunks)))
             text = ", ".join(_WORDS_OF.get(name, f"{name}={{}}").format(shape[name]) for name in dict.fromkeys(names))

@@ -175,6 +175,12 @@ def check_plan(
             f"the plan cuts every batch into {max(parts)} parts, but this batch has no common first dimension to cut; "
             "make a plan with whole batches"
         )
+    last = plan.stages[-1]
+    if last.microbatch_size % last.tail_chunks and not module_map.cuts_tokens:
+        raise PlanError(
+            f"tail_chunks = {last.tail_chunks} with microbatch_size = {last.microbatch_size}: chunks are of as many "
+            "rows each where tokens cannot be cut, so their number must divide it; use 1 for none"
+        )
     _check_exclusions(plan, parts, module_map)
     for index, stage in enumerate(plan.stages):
         check_split(index, stage, module_map)
@@ -193,7 +199,7 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
                 "keep whole batches: on every stage microbatch_size is then the rows of one rank's batch"
                 + ", and tail_chunks = 1" * (plan.stages[-1].tail_chunks > 1),
             )
-            for feature in proved_features(plan)
+            for feature in proved_features(plan, module_map)
         ),
         (
             "checkpointing",

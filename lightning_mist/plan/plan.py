@@ -75,8 +75,9 @@ class StagePlan:
         layers: Half-open range of layer positions in execution order. What runs before the first layer goes with the
             first stage, what runs after the last layer with the last stage.
         microbatch_size: Rows (samples) that each data-parallel rank of this stage sees per microbatch.
-        tail_chunks: Into how many chunks of rows a microbatch is cut for what runs behind the last layer: chunk after
-            chunk runs forward and backward there once the layers have run forward for all rows.
+        tail_chunks: Into how many chunks of tokens a microbatch is cut for what runs behind the last layer, or of rows
+            where it has no tokens to cut: chunk after chunk runs forward and backward there once the layers have run
+            forward for all of them.
     """
 
     layers: tuple[int, int]
@@ -109,11 +110,8 @@ class StagePlan:
                 f"offload.{kept[0][0]} = {kept[0][1]} with checkpointing = 'selective': what that keeps stays on the "
                 "device; use 0, or checkpointing = 'full'"
             )
-        if self.tail_chunks < 1 or self.microbatch_size % self.tail_chunks:
-            raise PlanError(
-                f"tail_chunks = {self.tail_chunks} with microbatch_size = {self.microbatch_size}: chunks are of as "
-                "many rows each, so their number must divide it; use 1 for none"
-            )
+        if self.tail_chunks < 1:
+            raise PlanError(f"tail_chunks = {self.tail_chunks}: at least one chunk is needed; use 1 for none")
         if self.tail_chunks > 1 and self.mesh.num_row_peers > 1:
             raise PlanError(
                 f"tail_chunks = {self.tail_chunks} where {self.mesh.num_row_peers} devices share rows or layers: what "
@@ -156,10 +154,11 @@ class StagePlan:
     def on_rows(self, rows: int, mesh: StageMesh | None = None) -> "StagePlan":
         """The same stage with other rows in a microbatch, and perhaps otherwise on its devices.
 
-        What is behind the last layer is cut into as many chunks as these rows allow.
+        What is behind the last layer is cut into as many chunks as these rows allow, if those may be of rows.
         """
         mesh = mesh or self.mesh
-        chunks = gcd(self.tail_chunks, rows) if mesh.num_row_peers == 1 else 1
+        chunks = self.tail_chunks if mesh.num_row_peers == 1 else 1
+        chunks = chunks if self.microbatch_size % self.tail_chunks else gcd(chunks, rows)
         return replace(self, mesh=mesh, microbatch_size=rows, tail_chunks=chunks)
 
     def with_zero(self, level: int) -> "StagePlan":

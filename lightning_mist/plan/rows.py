@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan.module_map import Feature
+from lightning_mist.plan.module_map import Feature, ModuleMap
 from lightning_mist.plan.plan import AS_IT_IS, Plan
 
 
@@ -151,11 +151,14 @@ def parts_of(plan: Plan) -> tuple[int, ...]:
     )
 
 
-def proved_features(plan: Plan) -> tuple[Feature, ...]:
+def proved_features(plan: Plan, module_map: ModuleMap) -> tuple[Feature, ...]:
     """What a plan does that has to be proved of the module's step."""
+    chunks = plan.stages[-1].tail_chunks
+    of_rows = max(parts // stage.tail_chunks for parts, stage in zip(parts_of(plan), plan.stages, strict=True))
     found: tuple[tuple[Feature, bool], ...] = (
-        ("microbatches", max(parts_of(plan)) > 1),
-        ("tail_chunks", plan.stages[-1].tail_chunks > 1),
+        ("microbatches", of_rows > 1 or (chunks > 1 and not module_map.cuts_tokens)),
+        ("tail_chunks", chunks > 1),
+        ("tail_tokens", chunks > 1 and plan.stages[-1].microbatch_size % chunks > 0),
     )
     return tuple(feature for feature, is_used in found if is_used)
 

@@ -76,7 +76,7 @@ class SearchSpace:
         checkpointing_kinds: What of a layer may be recomputed: full (everything), or selective (all but matrix
             products, convolutions and attention, whose results are kept). Stages of one plan may differ. Both together
             take up to twice as long to search.
-        tail_chunks: Into how many chunks of rows a microbatch may be cut for what is behind the last layer, such as
+        tail_chunks: Into how many chunks a microbatch may be cut for what is behind the last layer, such as
             1,4,8: chunk after chunk runs forward and backward there, so that logits are never whole. By default 1. Four
             numbers take two to five times as long to search.
         offload: Which kinds of state may be in host memory: parameters, gradients, optimizer, activations; [] for none.

@@ -1,6 +1,7 @@
 """Every plan that runs gives the loss and the gradients of a single process, whatever the model."""
 
 import copy
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -182,6 +183,17 @@ def test_random_numbers_of_layers_are_those_of_whole_batches_beside_chunks_behin
     expected = reference(module, batches[:2], states=states)
     assert_equal(outcome, expected)
     assert all(torch.equal(outcome.states[rank], state) for rank, state in expected.states.items())
+
+
+@pytest.mark.parametrize(("name", "lap"), [("gpt2", 1), ("nano", 0)])
+@pytest.mark.parametrize(
+    "options", [{"stages": 1, "tail": 20}, {"stages": 2, "degrees": [2, 2], "zero": 3, "parts": 2, "tail": 5}]
+)
+def test_tokens_behind_the_last_layer_come_in_any_number_of_chunks(name, lap, options):
+    module, module_map, batches = prepared(name, torch.float64)
+    plan = plan_for(len(module_map.blocks), **options)
+    outcome = run_plan(module, replace(module_map, lap=lap), plan, batches[: plan.world_size])
+    assert_equal(outcome, reference(module, batches[: plan.world_size]))
 
 
 class Aside(zoo.Plain):

@@ -6,6 +6,7 @@ from hypothesis import given
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import (
     Checkpointing,
+    ModuleMap,
     Plan,
     Predicted,
     StageMesh,
@@ -138,10 +139,9 @@ def test_chunks_that_do_not_go_round_are_refused(arguments, message):
         interleaved(**arguments)
 
 
-def test_rows_behind_the_last_layer_come_in_equal_chunks_on_one_device_each():
-    for chunks in (0, 3):
-        with pytest.raises(PlanError, match=rf"tail_chunks = {chunks} with microbatch_size = 4: .* use 1"):
-            stage((0, 2), [0], tail_chunks=chunks)
+def test_chunks_behind_the_last_layer_are_on_one_device_each():
+    with pytest.raises(PlanError, match="tail_chunks = 0: at least one chunk is needed; use 1 for none"):
+        stage((0, 2), [0], tail_chunks=0)
     mesh = StageMesh(devices=(0, 1), tensor_parallel_degree=2)
     with pytest.raises(PlanError, match="tail_chunks = 2 where 2 devices share rows or layers"):
         StagePlan(layers=(0, 2), mesh=mesh, microbatch_size=4, tail_chunks=2)
@@ -151,5 +151,10 @@ def test_rows_behind_the_last_layer_come_in_equal_chunks_on_one_device_each():
     assert StageMethod.of_code(made.method.code) == made.method == StageMethod(tail_chunks=4)
     plan = Plan(global_batch_size=4, num_microbatches=1, stages=(made,))
     assert (plan.is_plain, replace(plan, stages=(replace(made, tail_chunks=1),)).is_plain) == (False, True)
-    assert (parts_of(plan), proved_features(plan)) == ((4,), ("microbatches", "tail_chunks"))
+    assert (stage((0, 4), [0], tail_chunks=3).on_rows(6).tail_chunks, parts_of(plan)) == (3, (4,))
+    of_rows = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=())
+    of_tokens, odd = replace(of_rows, tokens=8), replace(plan, stages=(replace(made, tail_chunks=3),))
+    assert proved_features(plan, of_rows) == ("microbatches", "tail_chunks")
+    assert proved_features(odd, of_tokens) == ("tail_chunks", "tail_tokens")
+    assert proved_features(odd, of_tokens.excluding("it pools", "tail_tokens"))[0] == "microbatches"
     assert of_whole_batches(plan).stages[0].tail_chunks == 1

@@ -40,14 +40,17 @@ PLANS: dict[str, Plan | str] = {
     "tail": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=3, checkpointed=1, tail=4),
     "movedtail": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=2, checkpointed=1, offload=ALL, tail=2),
     "pp2tail": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=4, tail=2),
+    "tokens": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=ROWS, zero=1, tail=3),
+    "pp2tokens": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=4, checkpointed=1, tail=3),
     "zero1w": plan([(0, [0, 1])], rows=ROWS, microbatches=1, zero=1),
     "zero2w": plan([(0, [0, 1])], rows=ROWS, microbatches=1, zero=2),
     "movedw": plan([(0, [0, 1])], rows=ROWS, microbatches=1, zero=1, offload={"optimizer": 1.0}),
     "movedstate": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, offload={"optimizer": 1.0}),
 }
 """For two ranks. ``pp2``, ``tp2``, ``cp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them;
-what begins with ``moved`` offloads; what ends with ``tail`` has chunks behind the last layer, with ``w`` is for modules
-without layers; under ``searched`` the planner searches however little there is to gain."""
+what begins with ``moved`` offloads; what ends with ``tail`` has chunks behind the last layer, with ``tokens`` more than
+microbatches have rows, with ``w`` is for modules without layers; under ``searched`` the planner searches however little
+there is to gain."""
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

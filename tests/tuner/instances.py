@@ -170,6 +170,8 @@ def with_chunks(instance, seed):
     """The question of a traced network with as many layers, what is behind which may be cut into chunks."""
     search = replace(instance.search, tail_chunks=(1, 2, 4))
     network = traced(instance.network.num_layers)
+    if seed % 2:
+        network = replace(network, module_map=network.module_map.excluding("it pools", "tail_tokens"))
     found = replace(instance, network=network, rows=4 * instance.rows, search=search, known={})
     return _limited(found, np.random.default_rng([seed, 3]))
 

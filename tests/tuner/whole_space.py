@@ -175,7 +175,9 @@ def kinds_of(instance, count, part):
                 if any(search.zero_stages)
                 else [0]
             )
-            counts = {1} if tensor > 1 else {1, *(n for n in search.tail_chunks if batch // (count * data) % n == 0)}
+            of_tokens = instance.network.module_map.cuts_tokens
+            fitting = (n for n in search.tail_chunks if of_tokens or batch // (count * data) % n == 0)
+            counts = {1} if tensor > 1 else {1, *fitting}
             methods = [StageMethod(checkpointing=kind, tail_chunks=n) for kind in kinds for n in sorted(counts)]
             found += [Kind(data, tensor, sequence, *each) for each in itertools.product(methods, groups)]
     return found
@@ -224,7 +226,7 @@ def pipelines(instance):
 
 
 def cuts_at_the_end(instance, row):
-    """Whether the last stage alone takes rows in chunks behind its layers, as many as are asked for."""
+    """Whether the last stage alone takes chunks behind its layers, as many as are asked for."""
     *others, last = (kind.method.tail_chunks for kind in row)
     return set(others) <= {1} and last in instance.search.tail_chunks
 

@@ -6,13 +6,14 @@ the tail in whose forward it was made. All expressions are exact polynomials (or
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from math import ceil
+from typing import Literal, NamedTuple, TypeVar
 
 import sympy
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.allocation_events import LayerEvents, PartEvents, StepPoint
-from lightning_mist.model.spec.polynomial import MICROBATCH
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE, Polynomial
 from lightning_mist.plan import ModuleMap, StageMethod
 
 
@@ -230,11 +231,10 @@ class LayerSpec:
             events=events,
         )
 
-    def in_chunks(self, count: int, beside: sympy.Expr) -> "LayerSpec":
-        """The tail where it takes rows in chunks, each of which runs forward and backward in its backward.
+    def in_chunks(self, count: int, beside: sympy.Expr, share: "_Share") -> "LayerSpec":
+        """The tail where it takes chunks, each of which runs forward and backward in its backward.
 
-        Beside a chunk the gradient of what it is given is alive for all rows, and behind the first chunk those of its
-        parameters.
+        Beside a chunk the gradient of what all are given is alive, and behind the first chunk those of its parameters.
 
         Args:
             beside: Bytes of what does not depend on parameters, which every chunk makes for itself.
@@ -245,18 +245,18 @@ class LayerSpec:
         if self.events is None:
             raise PlanError(f"tail_chunks = {count}: what that costs is known of traced networks only; use 1")
         made = self.events.first.backward
-        handed = sympy.Add(*(item.size.expression for item in made if item.slot is not None)) + _of_chunk(beside, count)
+        handed = sympy.Add(*(item.size.expression for item in made if item.slot is not None)) + _of_chunk(beside, share)
         gradients = sympy.Add(*(item.size.expression for item in made if item.parameter))
         # What it lets go of in its forward is kept until its backward now.
         kept = handed if any(item.dies.direction == "forward" for item in self.events.first.entering) else sympy.S.Zero
-        saved, later = (_of_chunk(item, count) for item in (self.saved_bytes, self.backward_peak_bytes))
-        each = sympy.Max(_of_chunk(self.forward_peak_bytes, count), saved + later)
-        first = sympy.Max(saved + _of_chunk(self.first_backward_peak_bytes, count), gradients + each)
+        saved, later = (_of_chunk(item, share) for item in (self.saved_bytes, self.backward_peak_bytes))
+        each = sympy.Max(_of_chunk(self.forward_peak_bytes, share), saved + later)
+        first = sympy.Max(saved + _of_chunk(self.first_backward_peak_bytes, share), gradients + each)
         work = tuple(
             replace(
                 item,
-                flops=count * _of_chunk(item.flops, count),
-                moved_bytes=count * _of_chunk(item.moved_bytes, count),
+                flops=count * _of_chunk(item.flops, share),
+                moved_bytes=count * _of_chunk(item.moved_bytes, share),
                 calls=count * item.calls,
             )
             for item in (*self.forward_work, *self.backward_work)
@@ -276,7 +276,7 @@ class LayerSpec:
             first_recompute_backward_peak_bytes=handed + first,
             weight_flops=sympy.S.Zero,
             weight_bytes=sympy.S.Zero,
-            events=_tail_events(self.events, count),
+            events=_tail_events(self.events, count, share),
         )
 
     @property
@@ -445,19 +445,25 @@ class ModelSpec:
         return found if method.tail_chunks == 1 else found._in_chunks(method.tail_chunks)
 
     def _in_chunks(self, count: int) -> "ModelSpec":
-        """The network whose tail takes rows in chunks."""
+        """The network whose tail takes chunks: of tokens, as far as is known, or of rows."""
+        length, lap = self.sequence_length, self.module_map.lap or 0
+        share = _Share(MICROBATCH, 1, count)
+        if length and self.module_map.cuts_tokens:
+            share = _Share(SEQUENCE, ceil((length - lap) / count) + lap, length)
+        # One size says nothing of what a chunk costs however small it is.
+        times = count if any(len(item.rows) > 1 for item in self.seconds if item.kind == self.tail.kind) else 1
         seconds = (
             item
             if item.kind != self.tail.kind
             else replace(
                 item,
-                rows=tuple(count * rows for rows in item.rows),
+                rows=tuple(times * rows for rows in item.rows),
                 forward=(0.0,) * len(item.rows),
-                backward=tuple(count * (one + two) for one, two in zip(item.forward, item.backward, strict=True)),
+                backward=tuple(times * (one + two) for one, two in zip(item.forward, item.backward, strict=True)),
             )
             for item in self.seconds
         )
-        tail = self.tail.in_chunks(count, self.shared_saved_bytes)
+        tail = self.tail.in_chunks(count, self.shared_saved_bytes, share)
         return replace(self, tail=tail, seconds=tuple(seconds), splits=())
 
     def _by_operator(self) -> "ModelSpec":
@@ -513,18 +519,35 @@ class ModelSpec:
         )
 
 
-def _of_chunk(size: sympy.Expr, count: int) -> sympy.Expr:
-    """A size for one of so many chunks of the rows."""
-    return sympy.sympify(size).subs(MICROBATCH, MICROBATCH / count)
+class _Share(NamedTuple):
+    """What the largest of some chunks has of the rows, or of the tokens: so many of so many."""
+
+    symbol: sympy.Symbol
+    part: int
+    every: int
+
+    def of(self, size: Polynomial) -> Polynomial:
+        """A size for the chunk."""
+        each = [powers[self.symbol == SEQUENCE] for powers in size.powers]
+        most = max(each, default=0)
+        terms = (
+            c * self.part**power * self.every ** (most - power)
+            for c, power in zip(size.coefficients, each, strict=True)
+        )
+        return replace(size, coefficients=tuple(terms), denominator=size.denominator * self.every**most)
 
 
-def _tail_events(events: LayerEvents, count: int) -> LayerEvents:
-    """Allocations of a tail that takes rows in chunks: chunk after chunk at the beginning of its backward."""
-    made, added = _chunked(events.first, events.later, count), _chunked(events.later, events.later, count)
+def _of_chunk(size: sympy.Expr, share: _Share) -> sympy.Expr:
+    return sympy.sympify(size).subs(share.symbol, share.symbol * sympy.Rational(share.part, share.every))
+
+
+def _tail_events(events: LayerEvents, count: int, share: _Share) -> LayerEvents:
+    """Allocations of a tail that takes chunks: chunk after chunk at the beginning of its backward."""
+    made, added = (_chunked(first, events.later, count, share) for first in (events.first, events.later))
     return LayerEvents(first=made, later=added, recomputed_first=made, recomputed_later=added)
 
 
-def _chunked(first: PartEvents, later: PartEvents, count: int) -> PartEvents:
+def _chunked(first: PartEvents, later: PartEvents, count: int, share: _Share) -> PartEvents:
     # What others leave to the tail is freed at positions of its own backward, from 0 on: chunks come before these.
     lengths = [way.forward_positions + way.backward_positions + 3 for way in (first, *[later] * (count - 1))]
     begin = -sum(lengths)
@@ -537,10 +560,7 @@ def _chunked(first: PartEvents, later: PartEvents, count: int) -> PartEvents:
                 None if point is None else begin + point.position + (turn if point.direction == "backward" else 0)
                 for point in (item.born, item.dies if is_own else StepPoint(direction="forward", position=length))
             )
-            size, most = item.size, max((rows for rows, _ in item.size.powers), default=0)
-            terms = (c * count ** (most - rows) for c, (rows, _) in zip(size.coefficients, size.powers, strict=True))
-            size = replace(size, coefficients=tuple(terms), denominator=size.denominator * count**most)
-            made = replace(item, size=size, born=_behind(born or 0), slot=None, weights=())
+            made = replace(item, size=share.of(item.size), born=_behind(born or 0), slot=None, weights=())
             made = replace(made, dies=None if dies is None else _behind(min(dies, begin + length)))
             found.append(replace(made, parameter="", role="temporary") if number and item.parameter else made)
         begin += length

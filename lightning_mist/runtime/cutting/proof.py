@@ -203,7 +203,7 @@ class _Proof:
         made = _rules(self._module, whole, fewer.tape, found, ways, len(leaves), self._lap)
         if self._lap is not None and made.whole_tail:
             raise UncuttableError(made.whole_tail)
-        return made
+        return replace(made, is_of_one=batch_rows(self._batch) == 1)
 
     def _run(self, batch: Any, rows: int, differences: GradientDifferences | None = None) -> _Ran:
         recorder = TapeRecorder(self._module, self._blocks, batch, rows, self._device)

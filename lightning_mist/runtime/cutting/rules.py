@@ -412,6 +412,8 @@ class CutRules:
             after others will do.
         lap: Of batches that are cut along tokens behind the last layer: how many of the next part's each part has as
             well, since labels are shifted. None if they are cut along rows.
+        is_of_one: Whether that was seen of one row only, so that several may be put together otherwise.
+        tokens: How chunks of tokens of a batch, or of its parts, compute behind the last layer, if that is proved.
     """
 
     sites: tuple[Site, ...] = ()
@@ -426,11 +428,13 @@ class CutRules:
     has_dropout: bool = False
     whole_tail: str = ""
     lap: int | None = None
+    is_of_one: bool = False
+    tokens: "CutRules | None" = None
 
     @property
     def site_text(self) -> str:
         """The calls that compute something else as text, equal on ranks that found the same."""
-        return repr([(site.key, [_patch_text(patch) for patch in site.patches]) for site in self.sites])
+        return repr([(site.key, sorted(_patch_text(patch) for patch in site.patches)) for site in self.sites])
 
     def bound_to(self, module: nn.Module) -> "CutRules":
         """The rules for the module that trains; they may have been found on a copy of it."""

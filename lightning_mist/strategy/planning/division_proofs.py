@@ -3,19 +3,22 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_mist.devices import read
 from lightning_mist.model import derive_contexts, derive_splits
-from lightning_mist.model.fakes import isolated
+from lightning_mist.model.fakes import convert_batch, isolated, resize_batch
 from lightning_mist.plan import ModuleMap, Plan, parts_of, row_slice
 from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.runtime.stage import sum_of_bits
 from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import LogRecord, LogRecorder, as_place, recorded_logs, results_of
+from lightning_mist.tensors import batch_rows, batch_tensors, sequence_length
 
 
 class _Raw(LogRecorder):
@@ -29,9 +32,21 @@ class _Raw(LogRecorder):
         )
 
 
-def prove_here(module: Any, blocks: tuple[str, ...], call: Any, batch: Any) -> CutRules | str:
-    """How batches are cut as this rank sees it, or why not; ``call`` runs the step on a batch."""
+def prove_here(
+    module: Any, blocks: tuple[str, ...], call: Any, batch: Any, lap: int | None = None, most: int = 2
+) -> CutRules | str:
+    """How batches are cut as this rank sees it, or why not.
+
+    Args:
+        call: Runs the step on a batch.
+        lap: As in :func:`~lightning_mist.runtime.cutting.proof.prove`. Some tokens of a few rows will do.
+        most: Most rows of a microbatch.
+    """
     recorder = _Raw()
+    if lap is not None:
+        if batch_rows(batch) is None or sequence_length(batch) is None:
+            return "the batch's tensors do not share their first two dimensions"
+        batch = _with_few_tokens(batch, min(most, batch_rows(batch) or 1, 2))
 
     def step(item: Any) -> tuple[Any, list[Result]]:
         recorder.take()
@@ -41,10 +56,22 @@ def prove_here(module: Any, blocks: tuple[str, ...], call: Any, batch: Any) -> C
 
     keeping = call.keeping_calls() if hasattr(call, "keeping_calls") else nullcontext()
     with keeping, isolated(module), recorded_logs(module, recorder), _watched_metrics(module) as updated:
-        answer = prove(module, blocks, step, batch)
+        answer = prove(module, blocks, step, batch, lap=lap)
     if updated and not isinstance(answer, str):
         return f"the step updates the metric {updated[0]}, whose value does not follow from those of parts"
     return answer
+
+
+def _with_few_tokens(batch: Any, rows: int) -> Any:
+    """A batch of few tokens, of which all count; nothing else has a dimension of their number."""
+    others = {size for tensor in batch_tensors(batch) for size in tensor.shape}
+    length = min(sequence_length(batch) or 0, next(number for number in count(7) if number not in others))
+
+    def counting(tensor: Tensor) -> Tensor:
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        return tensor.where(tensor >= 0, tensor.max().clamp(min=0)) if is_whole and tensor.numel() else tensor
+
+    return convert_batch(resize_batch(batch, rows, length), counting)
 
 
 @contextmanager

@@ -30,7 +30,17 @@ from lightning_mist.model.cuts import compiled_exclusions
 from lightning_mist.model.initialization import InitialValues, blocks_alike
 from lightning_mist.model.trace import step_bytes
 from lightning_mist.optimizers import is_entrywise, is_torchs
-from lightning_mist.plan import Exclusion, Feature, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
+from lightning_mist.plan import (
+    Exclusion,
+    Feature,
+    Fingerprint,
+    ModuleMap,
+    Plan,
+    fingerprint_of,
+    from_json,
+    proved_features,
+    to_json,
+)
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy.planning.decision import (
@@ -244,26 +254,49 @@ class FitPlanner:
         dtype = torch.float32 if self.request.master_weights else None
         return [(item, optimizer_rule(item, self.strategy.root_device, dtype)) for item in self.strategy.optimizers]
 
-    def with_invariance(self, found: ModuleMap) -> ModuleMap:
-        """The map, with microbatches ruled out unless it is proved that parts of a batch train as the whole does.
+    def with_invariance(self, found: ModuleMap, plan: Plan) -> ModuleMap:
+        """The map, without what a plan does to batches unless it is proved that parts train as the whole does.
 
         Every rank takes part; afterwards all have the same :attr:`rules`.
         """
-        if found.excludes("microbatches"):
-            return found
-        self.progress.say("checking that a batch may be cut into microbatches")
-        answer = self._proof(found, alike=self.initial is None and on_rank_zero(self.room.is_crowded))
-        if isinstance(answer, str):
-            return found.excluding(answer, "microbatches")
-        self.rules = answer.bound_to(self.module)
-        return found.excluding(answer.whole_tail, "tail_chunks") if answer.whole_tail else found
+        cut = "; ".join(found.excludes("microbatches"))
+        alike = not cut and self.initial is None and on_rank_zero(self.room.is_crowded)
+        tokens: CutRules | str = cut
+        if plan.stages[-1].tail_chunks > 1:
+            tokens = cut or self._proof_of_tokens(found, plan.stages[-1].microbatch_size, alike=alike)
+            found = _with_tokens(found, tokens)
+        if "microbatches" in proved_features(plan, found) and not cut:
+            self.progress.say("checking that a batch may be cut into microbatches")
+            answer = self._proof(found, alike=alike)
+            if isinstance(answer, str):
+                return found.excluding(answer, "microbatches")
+            self.rules = answer.bound_to(self.module)
+            if isinstance(tokens, CutRules) and tokens.site_text != answer.site_text:
+                found = _with_tokens(found, "tokens would have to count otherwise than rows do")
+            if found.lap is None and answer.whole_tail:
+                found = found.excluding(answer.whole_tail, "tail_chunks")
+        if isinstance(tokens, CutRules) and found.lap is not None:
+            self.rules = replace(self.rules or CutRules(), tokens=tokens.bound_to(self.module))
+        return found
 
-    def _proof(self, found: ModuleMap, *, alike: bool) -> CutRules | str:
+    def _proof_of_tokens(self, found: ModuleMap, rows: int, *, alike: bool) -> CutRules | str:
+        """How chunks of tokens compute behind the last layer, as they are or with the next one's first, or why not."""
+        if found.tokens is None:
+            return "what it is given has no place for each token of a row"
+        self.progress.say("checking that what is behind the last layer may take tokens in chunks")
+        reasons = []
+        for lap in (0, 1):
+            if not isinstance(answer := self._proof(found, lap, rows, alike=alike), str):
+                return answer
+            reasons.append(answer)
+        return f"{reasons[0]}. With the next chunk's first token: {reasons[1]}"
+
+    def _proof(self, found: ModuleMap, lap: int | None = None, rows: int = 2, *, alike: bool) -> CutRules | str:
         """How batches are cut, or why not, the same on every rank; ``alike`` lets blocks share parameters meanwhile."""
 
         def prove() -> CutRules | str:
             with blocks_alike(self.module, found.blocks) if alike else nullcontext():
-                return self.tried(lambda: prove_here(self.module, found.blocks, self.call, self.batch))
+                return self.tried(lambda: prove_here(self.module, found.blocks, self.call, self.batch, lap, rows))
 
         with self.lean(found):
             answer = everywhere_unless_out_of_memory(prove, self.strategy.root_device)
@@ -272,7 +305,7 @@ class FitPlanner:
         if alike or self.initial is not None:
             return "devices have no room to prove that parts of a batch train as the whole does"
         self.progress.say("devices have no room for that: trying it with the parameters of one layer of each kind")
-        return self._proof(found, alike=True)
+        return self._proof(found, lap, rows, alike=True)
 
     def seconds(self, found: ModuleMap) -> tuple[LayerSeconds, ...]:
         """Measured seconds of the layers, every rank computing at the same time; called by all at once."""
@@ -458,3 +491,10 @@ class FitPlanner:
     def alike(self) -> Cluster:
         """The cluster to plan for, whose devices must be alike."""
         return alike(self.cluster)
+
+
+def _with_tokens(found: ModuleMap, tokens: CutRules | str) -> ModuleMap:
+    """The map with how many tokens chunks share behind the last layer, or why these take none in chunks."""
+    if isinstance(tokens, str):
+        return replace(found.excluding(tokens, "tail_tokens"), lap=None)
+    return replace(found, lap=tokens.lap)

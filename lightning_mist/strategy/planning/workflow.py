@@ -1,6 +1,5 @@
 """From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -219,7 +218,7 @@ def _plan(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult | Non
     if isinstance(plan, Plan):
         for line in differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found)):
             planner.progress.say(line)
-        _refuse_unsafe_cuts(planner, found, plan)
+        found = _with_safe_cuts(planner, found, plan)
         return plan, None, planner.split(found, degrees_of(plan))
     if planner.call.talk:
         raise PlanError(f"the step talks to other processes itself ({planner.call.talk})")
@@ -234,7 +233,7 @@ def _plan(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult | Non
         return plain_plan(planner.strategy.world_size, rows, len(found.blocks)), None, found
     cached = planner.cached(found)
     if cached is not None:
-        _refuse_unsafe_cuts(planner, found, cached)
+        found = _with_safe_cuts(planner, found, cached)
         return cached, None, planner.split(found, degrees_of(cached))
     try:
         plan, made, split = _searched(planner, found)
@@ -283,36 +282,48 @@ def _searched(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult |
 
     plan = from_json(on_rank_zero(count_and_search))
     # Proving that a batch may be cut can take longer than all the rest, and few plans of what fits do it.
-    if not (features := proved_features(plan)):
+    if not proved_features(plan, found):
         planner.rule_out_cuts("it was not tried whether parts of a batch train as the whole does")
-    elif unsafe := _unproved(planner.with_invariance(found), features):
+        return plan, made[-1] if made else None, found
+    proved = planner.with_invariance(found, plan)
+    if unsafe := _unproved(proved, plan):
         for feature, reasons in unsafe.items():
             planner.rule_out_cuts("; ".join(reasons), feature)
         plan = from_json(on_rank_zero(search))
-    return plan, made[-1] if made else None, found
+    return plan, made[-1] if made else None, _as_proved(found, proved)
 
 
-def _unproved(found: ModuleMap, features: Sequence[Feature]) -> dict[Feature, tuple[str, ...]]:
-    """What of some features is ruled out, and why."""
-    return {feature: reasons for feature in features if (reasons := found.excludes(feature))}
+def _unproved(found: ModuleMap, plan: Plan) -> dict[Feature, tuple[str, ...]]:
+    """What of that which a plan needs proved is ruled out, and why."""
+    return {feature: reasons for feature in proved_features(plan, found) if (reasons := found.excludes(feature))}
 
 
-def _refuse_unsafe_cuts(planner: FitPlanner, found: ModuleMap, plan: Plan) -> None:
+def _as_proved(found: ModuleMap, proved: ModuleMap) -> ModuleMap:
+    """The map with what chunks behind the last layer are of."""
+    return replace(found, tokens=None if proved.lap is None else proved.tokens, lap=proved.lap)
+
+
+def _with_safe_cuts(planner: FitPlanner, found: ModuleMap, plan: Plan) -> ModuleMap:
     # Decided by the plan alone: every rank must come to the proof, whatever the size of its own batch.
     parts = most_parts(plan)
     if parts == 1:
-        return  # nobody's batch is cut
-    unsafe = _unproved(planner.with_invariance(found), proved_features(plan))
+        return found  # nobody's batch is cut
+    proved = planner.with_invariance(found, plan)
+    unsafe = _unproved(proved, plan)
     at_once = replace(plan, stages=tuple(replace(stage, tail_chunks=1) for stage in plan.stages))
     for feature, reasons in unsafe.items():
-        if feature == "tail_chunks" or most_parts(at_once) == 1:
-            raise PlanError(f"the plan cuts rows behind the last layer, but {'; '.join(reasons)}. Use tail_chunks = 1")
+        if feature != "microbatches" or most_parts(at_once) == 1:
+            what, way_out = ("tokens", "a divisor of microbatch_size") if feature == "tail_tokens" else ("rows", "1")
+            raise PlanError(
+                f"the plan cuts {what} behind the last layer, but {'; '.join(reasons)}. Use tail_chunks = {way_out}"
+            )
         rows = on_rank_zero(lambda: batch_rows(planner.batch))
         raise PlanError(
             f"the plan cuts the batch of a process{'' if rows is None else f' of {rows} rows'} into up to {parts} "
             f"parts, but {'; '.join(reasons)}. Use a plan whose stages all take whole batches: microbatch_size = "
             f"{rows or 1}"
         )
+    return _as_proved(found, proved)
 
 
 def _self_check(planner: FitPlanner, found: ModuleMap, plan: Plan) -> None:

@@ -452,7 +452,8 @@ class Engine:
         self._part_steps.check(copies)
         if tells:
             states = executor.random_states
-            mine = pieces_by_owner(executor.parts, executor.outputs, records, states, copies)
+            ways = self._part_steps.chunk_ways
+            mine = pieces_by_owner(executor.parts, executor.outputs, records, states, copies, ways)
         if len(self.exchange.group) == 1:
             return mine[self.rank]
         with executor.recorder.phase("results", waits=True):

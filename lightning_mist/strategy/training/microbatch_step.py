@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -67,24 +68,32 @@ class _Batch:
         self._counted: dict[Any, tuple[Tensor, Tensor, str]] = {}
         self._share = 0.0
 
-    def finished(self, output: Any, *, records: Callable[[], tuple[Record, ...]], mode: CutMode, share: float) -> Any:
+    def finished(
+        self,
+        output: Any,
+        *,
+        records: Callable[[], tuple[Record, ...]],
+        mode: CutMode,
+        part: Microbatch,
+        divisor: float,
+    ) -> Any:
         """What the step returned for a part, once it was seen that it does what was proved."""
         if isinstance(output, dict) and "loss" not in output:
             return output  # Lightning itself refuses a dictionary without a loss
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
         mode.expect(("loss",), output.get("loss") if isinstance(output, dict) else output, "the loss")
-        self._compare(results_of(extras, records()), mode)
-        self._add(mode, share)
+        self._compare(results_of(extras, records()), mode, part)
+        self._add(mode, part.weight)
         if not self.waits:
             self.check({})
-        if self.rules.results.get(("loss",)) != "sum":
+        if divisor == 1.0:
             return output
         if isinstance(output, dict):
             loss = output.get("loss")
-            return {**output, "loss": loss / share} if isinstance(loss, Tensor) else output
-        return output / share if isinstance(output, Tensor) else output
+            return {**output, "loss": loss / divisor} if isinstance(loss, Tensor) else output
+        return output / divisor if isinstance(output, Tensor) else output
 
-    def _compare(self, results: list[Result], mode: CutMode) -> None:
+    def _compare(self, results: list[Result], mode: CutMode, part: Microbatch) -> None:
         """See that a part gives what can be put together; whether values agree is for :meth:`check` to look at."""
         for result in results:
             way = self.rules.results.get(result.key)
@@ -96,7 +105,9 @@ class _Batch:
             if isinstance(result.value, Tensor) and result.key[0] != "metric":
                 mode.expect(result.key, result.value, result.text)
             if way == "same":
-                self._pairs.append((self._same.setdefault(result.key, result.value), result.value, result.text))
+                # What all chunks of tokens have alike may be the sum of that of rows.
+                key = (result.key, None if part.tokens is None else part.rows)
+                self._pairs.append((self._same.setdefault(key, result.value), result.value, result.text))
 
     def _add(self, mode: CutMode, share: float) -> None:
         self._share += share
@@ -163,6 +174,11 @@ class PartSteps:
         """How results follow from those of parts; empty if nothing was proved."""
         return {} if self.rules is None else self.rules.results
 
+    @property
+    def chunk_ways(self) -> Mapping[ResultKey, Way]:
+        """The same of a part from its chunks of tokens."""
+        return {} if self.rules is None or self.rules.tokens is None else self.rules.tokens.results
+
     def begin(self) -> None:
         """The next batch begins."""
         self._batches.clear()
@@ -189,21 +205,30 @@ class PartSteps:
         Raises:
             TraceError: When it is finished, if something is not what was proved.
         """
-        every = microbatch.batch_rows
-        if self.rules is None or microbatch.weight in (0.0, 1.0) or every is None or microbatch.rows is None:
+        every, weight, tokens = microbatch.batch_rows, microbatch.weight, microbatch.tokens
+        rules = self.rules if self.rules is None or tokens is None else self.rules.tokens
+        if rules is None or weight in (0.0, 1.0) or every is None or (microbatch.rows is None and tokens is None):
             yield None
             return
-        first, end = (row / every for row in microbatch.rows)
+        low, high = microbatch.rows or (0, every)
+        if rules.is_of_one and high - low > 1:
+            raise TraceError(
+                f"{high - low} rows together are to be cut into chunks of tokens, as it was proved of one: use batches "
+                "of as many rows as the first one's, or tail_chunks = 1"
+            )
         batch = self._batches.get(microbatch.owner)
         if batch is None:
-            whole = self.rules.measure(self._exchange.whole_of(microbatch), every)
-            batch = self._batches[microbatch.owner] = _Batch(self.rules, whole, waits=self._waits)
-        part = self.rules.measure(microbatch.value, microbatch.rows[1] - microbatch.rows[0])
-        of = {"rows": every, "batch": microbatch.value}
-        mode = CutMode(self.rules, batch.whole, part, first, end, **of)
+            whole = rules.measure(self._exchange.whole_of(microbatch), every)
+            batch = self._batches[microbatch.owner] = _Batch(rules, whole, waits=self._waits)
+        part, of = rules.measure(microbatch.value, high - low), {"rows": every, "batch": microbatch.value}
+        # A chunk of tokens has its share of what counts, and all rows of its part.
+        first, end = (low / every, high / every) if tokens is None else (0.0, weight)
+        mode = CutMode(rules, batch.whole, part, first, end, own=high - low, **of)
+        shares = ((self.ways, (high - low) / every), (self.chunk_ways, weight * every / (high - low)))
+        divisor = prod(share for ways, share in shares if ways.get(("loss",)) == "sum")
         with cutting(mode):
             records = partial(self._records.__getitem__, microbatch.index)
-            yield partial(batch.finished, records=records, mode=mode, share=end - first)
+            yield partial(batch.finished, records=records, mode=mode, part=microbatch, divisor=divisor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +258,7 @@ def pieces_by_owner(
     records: Mapping[int, tuple[Record, ...]],
     random_states: Sequence[Tensor | None],
     copies: Mapping[int, Tensor] = MappingProxyType({}),
+    ways: Mapping[ResultKey, Way] = MappingProxyType({}),
 ) -> dict[int, list[Piece]]:
     """What microbatches brought, for the ranks that own their rows; nothing of those without rows.
 
@@ -240,8 +266,10 @@ def pieces_by_owner(
 
     Args:
         copies: Tensors that are in host memory already, by the ``id`` of the original.
+        ways: How results follow from those of chunks of tokens.
     """
     found: dict[int, list[Piece]] = {}
+    chunks: dict[Any, list[Piece]] = {}
     for microbatch in microbatches:
         if microbatch.weight == 0.0:
             continue
@@ -258,7 +286,15 @@ def pieces_by_owner(
             ),
             random_state=random_states[microbatch.index],
         )
-        found.setdefault(microbatch.owner, []).append(piece)
+        if microbatch.tokens is None:
+            found.setdefault(microbatch.owner, []).append(piece)
+        else:
+            chunks.setdefault((microbatch.owner, microbatch.rows), []).append(piece)
+    for (owner, _), pieces in chunks.items():
+        whole, weight = combine(pieces, torch.device("cpu"), ways), sum(piece.weight for piece in pieces)
+        loss = None if whole.loss is None else whole.loss / weight
+        made = replace(pieces[-1], weight=weight, loss=loss, extras=whole.extras, records=whole.records)
+        found.setdefault(owner, []).append(made)
     return found
 
 

@@ -266,7 +266,8 @@ class Space:
         cuts_batches: Whether a batch may be cut.
         checkpointing: Whether layers may be recomputed.
         checkpointing_kinds: What of them may be.
-        tail_chunks: Into how many chunks of rows what is behind the last layer may take a microbatch.
+        tail_chunks: Into how many chunks what is behind the last layer may take a microbatch.
+        cuts_tokens: Whether these are of tokens, so that their number need not divide that of rows.
         tensor: Tensor-parallel degrees, each with and without sequence parallelism as far as possible.
         devices_per_node: Devices of each node, within which tensor-parallel devices lie.
         notes: What was ruled out and why, for people.
@@ -282,6 +283,7 @@ class Space:
     checkpointing: bool
     checkpointing_kinds: tuple[CheckpointingKind, ...]
     tail_chunks: tuple[int, ...]
+    cuts_tokens: bool
     tensor: tuple[tuple[int, bool], ...]
     devices_per_node: int
     notes: tuple[str, ...]
@@ -423,7 +425,9 @@ def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
                 if data * kind[0] in counts
                 for method in space.methods
                 if method.tail_chunks == 1
-                or (kind[0] == 1 and space.rows(num_microbatches, data) % method.tail_chunks == 0)
+                or (
+                    kind[0] == 1 and (space.cuts_tokens or space.rows(num_microbatches, data) % method.tail_chunks == 0)
+                )
                 for shard in shard_degrees(space.search, data)
             ]
     return tuple(sorted(found))
@@ -476,6 +480,7 @@ def apply(
         checkpointing=may_recompute,
         checkpointing_kinds=kinds if may_recompute else ("full",),
         tail_chunks=chunks,
+        cuts_tokens=spec.module_map.cuts_tokens and spec.sequence_length is not None,
         tensor=tensor,
         devices_per_node=per_node,
         notes=(*notes, *without, *not_cut, *(excluded if search.checkpointing else ())),
@@ -497,7 +502,7 @@ def _checkpointing_kinds(search: SearchSpace, spec: ModelSpec) -> tuple[tuple[Ch
 
 
 def _tail_chunks(search: SearchSpace, spec: ModelSpec) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Into how many chunks what is behind the last layer may take rows, and what was ruled out and why."""
+    """Into how many chunks what is behind the last layer may be cut, and what was ruled out and why."""
     reasons = spec.module_map.whole_tail
     if spec.tail.events is None:
         reasons = (

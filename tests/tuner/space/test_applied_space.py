@@ -246,8 +246,9 @@ def test_degrees_above_a_node_are_tried_only_where_they_are_named_and_fill_nodes
 
 
 def test_the_last_stage_alone_may_cut_what_is_behind_its_layers():
-    asked = SearchSpace(tail_chunks=(2, 4))
-    space = apply(asked, traced(3), 2, 8)
+    asked, network = SearchSpace(tail_chunks=(2, 4)), traced(3)
+    assert {shape.method.tail_chunks for shape in apply(asked, network, 2, 8).shapes_at(1, 2, 8)} == {2, 4}
+    space = apply(asked, replace(network, module_map=network.module_map.excluding("it pools", "tail_tokens")), 2, 8)
     chunks = {stage: {shape.method.tail_chunks for shape in space.shapes_at(stage, 2, 1)} for stage in range(2)}
     assert chunks == {0: {1}, 1: {2, 4}}
     assert {shape.method.tail_chunks for shape in space.shapes_at(1, 2, 4)} == {2}
