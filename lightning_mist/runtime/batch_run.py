@@ -395,7 +395,11 @@ class BatchRun:
         with tail.attached(), no_kept_casts():
             for chunk in (chunk for chunk in self._chunks[microbatch.index] if chunk.weight):
                 inputs = [_leaf(*item, rows, chunk) for item in zip(tail.receives, tensors, sums, strict=True)]
-                output = tail.forward(partial(self._step, chunk), [leaf for leaf, _ in inputs])
+                own = chunk
+                if chunk.tokens is not None:
+                    own = replace(chunk, value=slice_tokens(microbatch.value, *chunk.tokens[:2]))
+                output = tail.forward(partial(self._step, own), [leaf for leaf, _ in inputs])
+                del own
                 if self._drawn() != state:
                     raise TraceError(
                         "what runs behind the last layer draws random numbers, which it did not when the plan was "
@@ -461,7 +465,7 @@ class BatchRun:
 
 
 def _chunks_of(microbatch: Microbatch, count: int, lap: int | None) -> tuple[Microbatch, ...]:
-    """A microbatch in chunks of as many rows, or tokens, or one more; those without any have no value."""
+    """A microbatch in chunks of as many rows, or tokens, or one more; only those that have rows have values."""
     if count == 1:
         return (microbatch,)
     length = None if lap is None else sequence_length(microbatch.value) or lap
@@ -482,8 +486,7 @@ def _chunks_of(microbatch: Microbatch, count: int, lap: int | None) -> tuple[Mic
             value = slice_rows(microbatch.value, low - first, high - first) if high > low else None
             found.append(replace(chunk, value=value, rows=(low, high)))
         else:
-            value = slice_tokens(microbatch.value, low, high + (lap or 0)) if weight else None
-            found.append(replace(chunk, value=value, tokens=(low, high + (lap or 0), length)))
+            found.append(replace(chunk, tokens=(low, high + (lap or 0), length)))
     return tuple(found)
 
 

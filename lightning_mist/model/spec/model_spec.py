@@ -235,6 +235,7 @@ class LayerSpec:
         """The tail where it takes chunks, each of which runs forward and backward in its backward.
 
         Beside a chunk the gradient of what all are given is alive, and behind the first chunk those of its parameters.
+        A chunk of tokens is given a copy of its own.
 
         Args:
             beside: Bytes of what does not depend on parameters, which every chunk makes for itself.
@@ -245,13 +246,14 @@ class LayerSpec:
         if self.events is None:
             raise PlanError(f"tail_chunks = {count}: what that costs is known of traced networks only; use 1")
         made = self.events.first.backward
-        handed = sympy.Add(*(item.size.expression for item in made if item.slot is not None)) + _of_chunk(beside, share)
+        whole = sympy.Add(*(item.size.expression for item in made if item.slot is not None))
+        handed, own = whole + _of_chunk(beside, share), _of_chunk(whole, share) if share.symbol == SEQUENCE else 0
         gradients = sympy.Add(*(item.size.expression for item in made if item.parameter))
         # What it lets go of in its forward is kept until its backward now.
         kept = handed if any(item.dies.direction == "forward" for item in self.events.first.entering) else sympy.S.Zero
         saved, later = (_of_chunk(item, share) for item in (self.saved_bytes, self.backward_peak_bytes))
-        each = sympy.Max(_of_chunk(self.forward_peak_bytes, share), saved + later)
-        first = sympy.Max(saved + _of_chunk(self.first_backward_peak_bytes, share), gradients + each)
+        each = own + sympy.Max(_of_chunk(self.forward_peak_bytes, share), saved + later)
+        first = sympy.Max(own + saved + _of_chunk(self.first_backward_peak_bytes, share), gradients + each)
         work = tuple(
             replace(
                 item,
@@ -551,8 +553,12 @@ def _chunked(first: PartEvents, later: PartEvents, count: int, share: _Share) ->
     # What others leave to the tail is freed at positions of its own backward, from 0 on: chunks come before these.
     lengths = [way.forward_positions + way.backward_positions + 3 for way in (first, *[later] * (count - 1))]
     begin = -sum(lengths)
-    found = [replace(item, born=_behind(begin)) for item in first.backward if item.slot is not None]
+    handed = [replace(item, born=_behind(begin)) for item in first.backward if item.slot is not None]
+    found = list(handed)
     for number, length in enumerate(lengths):
+        for item in handed if share.symbol == SEQUENCE else ():
+            ends = {"born": _behind(begin), "dies": _behind(begin + length)}
+            found.append(replace(item, size=share.of(item.size), slot=None, weights=(), role="temporary", **ends))
         way, turn = later if number else first, length - 2 - (later if number else first).backward_positions
         for item in (*way.forward, *way.backward):
             is_own = item.dies is None or (item.dies.anchor, item.dies.part, item.slot) == ("own", 0, None)
