@@ -85,7 +85,7 @@ def check_stages(
     Raises:
         TraceError: If they differ; names the parameter that differs most.
     """
-    cut, device = _Cut(module, module_map, bounds, call), _device_of(module)
+    cut, device = _Cut(module, module_map, bounds, call), device_of(module)
     with gradients_aside(module.parameters()), torch.enable_grad(), Steady(device, without_dropout=False) as steady:
         state = get_random_state(device)
         loss = loss_of(call(copy_batch(batch)))
@@ -119,7 +119,7 @@ class _Cut:
 
     def again(self, batch: Any, state: Tensor, *, splits_backwards: bool) -> Tensor:
         """Forward and backward stage by stage; the loss."""
-        set_random_state(state, _device_of(self.module))
+        set_random_state(state, device_of(self.module))
         deferral = WeightGradients(dict(self.module.named_parameters())) if splits_backwards else None
         outputs = self.run(batch, deferral)
         loss = loss_of(outputs[-1][1].value)
@@ -187,7 +187,8 @@ class _Cut:
                     )
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 

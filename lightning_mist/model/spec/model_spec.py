@@ -557,8 +557,8 @@ def _chunked(first: PartEvents, later: PartEvents, count: int, share: _Share) ->
     found = list(handed)
     for number, length in enumerate(lengths):
         for item in handed if share.symbol == SEQUENCE else ():
-            ends = {"born": _behind(begin), "dies": _behind(begin + length)}
-            found.append(replace(item, size=share.of(item.size), slot=None, weights=(), role="temporary", **ends))
+            own = replace(item, size=share.of(item.size), slot=None, weights=(), role="temporary")
+            found.append(replace(own, dies=_behind(begin + length), born=_behind(begin)))
         way, turn = later if number else first, length - 2 - (later if number else first).backward_positions
         for item in (*way.forward, *way.backward):
             is_own = item.dies is None or (item.dies.anchor, item.dies.part, item.slot) == ("own", 0, None)

@@ -137,18 +137,12 @@ class Follower:
         wanted: The tensors and numbers that must be explained.
         findings: What is known already; what is found is added.
         tolerance: Largest relative difference of real numbers; None for that of their type.
-        lap: As in :class:`CutRules`. What layers make of tokens, which they look at together, is that of the whole.
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        wanted: Sequence[Ref | Origin],
-        findings: Findings,
-        tolerance: float | None = None,
-        lap: int | None = None,
+        self, tape: Tape, wanted: Sequence[Ref | Origin], findings: Findings, tolerance: float | None = None
     ) -> None:
-        self._tolerance, self._lap = tolerance, lap
+        self._tolerance = tolerance
         self._tape, self._found, self._wanted = tape, findings, tuple(wanted)
         refs = [ref for item in wanted for ref in ((item,) if isinstance(item, Ref) else refs_of(item))]
         self._entries = ancestors(tape, refs)
@@ -159,7 +153,7 @@ class Follower:
 
     def run(self, variant: Variant) -> tuple[Values, list[Values]]:
         """Follow one batch; all tensors of the whole and of the parts."""
-        side = _Side(self._tape, self._found, variant, self._tolerance, self._lap)
+        side = _Side(self._tape, self._found, variant, self._tolerance)
         for entry in self._entries:
             side.run(entry)
         for item in self._wanted:
@@ -171,33 +165,34 @@ class Follower:
 class _Side:
     """One variant's run: the whole and its parts."""
 
-    def __init__(self, tape: Tape, found: Findings, variant: Variant, tolerance: float | None, lap: int | None) -> None:
+    def __init__(self, tape: Tape, found: Findings, variant: Variant, tolerance: float | None) -> None:
         self._tape, self._found, self._variant, self._tolerance = tape, found, variant, tolerance
-        self._lap, self._begin = lap, -1 if lap is None else end_of_layers(tape)
+        self._is_of_rows, self._lap = tape.lap is None, tape.lap or 0
         leaves, every = variant.leaves, sum(variant.rows)
         places = [(end - rows, end) for rows, end in zip(variant.rows, accumulate(variant.rows), strict=True)]
         self.whole = Values([leaf.clone() for leaf in leaves], every)
         self.parts = [
-            Values([leaf.clone() for leaf in leaves_of_part(leaves, first, end, lap)], end - first)
+            Values([leaf.clone() for leaf in leaves_of_part(leaves, first, end, tape.lap)], end - first)
             for first, end in places
         ]
-        self._places, self._length = places, every + (lap or 0)
+        self._places, self._length = places, every + self._lap
         self._shares = [(first / every, end / every) for first, end in places]
         self._relabelled: set[Ref] = set()
         self._chance = torch.Generator().manual_seed(5)
 
     def run(self, entry: TapeEntry) -> None:
         """Run one call on the whole and on all parts."""
-        if entry.depends == "parameters" and entry.index <= self._begin:
-            run_entry(entry, self.whole, self._tape.device)
+        # Layers look at tokens together: parts have theirs of what layers make of all.
+        is_handed = not self._is_of_rows and entry.depends == "parameters" and entry.index <= self._tape.last
+        problem = None if self._is_of_rows else self._tokens_by_number(entry)
+        if entry.depends == "parameters" and not is_handed:
+            self._relabel(entry)
+            problem = self._take_wholes(entry) or problem
+            self._take_shares(entry)
+        run_entry(entry, self.whole, self._tape.device)
+        if is_handed:
             self._hand(entry)
         else:
-            problem = self._tokens_by_number(entry)
-            if entry.depends == "parameters":
-                self._relabel(entry)
-                problem = self._take_wholes(entry) or problem
-                self._take_shares(entry)
-            run_entry(entry, self.whole, self._tape.device)
             self._run_parts(entry)
             self._explain(entry, problem)
         if self._variant.name == ANY:
@@ -210,28 +205,25 @@ class _Side:
             value = self.whole[ref]
             short = self._length - value.shape[1] if value.dim() > 1 else -1
             for part, (first, end) in zip(self.parts, self._places, strict=True):
-                size = end - first + (self._lap or 0) - short
-                part[ref] = (value.narrow(1, first, size) if 0 <= short <= (self._lap or 0) else value).clone()
+                size = end - first + self._lap - short
+                part[ref] = (value.narrow(1, first, size) if 0 <= short <= self._lap else value).clone()
             self._note(ref, self._of(ref))
 
     def _tokens_by_number(self, entry: TapeEntry) -> str | None:
         """What is wrong with a call that takes so many tokens: what that leaves out of more of them is not seen."""
-        source = entry.args[0] if self._lap is not None and entry.args else None
-        if not isinstance(source, Ref) or entry.name not in ("__getitem__", "split"):
+        if entry.name not in ("__getitem__", "split") or not isinstance(source := entry.args[0], Ref):
             return None
         shapes = [values[source].shape for values in (self.whole, *self.parts)]
-        given = entry.args[1] if len(entry.args) > 1 else None
-        items = list(given if isinstance(given, tuple) else (given,))
+        given, *rest = entry.args[1:] or [entry.kwargs.get("split_size")]
+        items = [item for item in (given if isinstance(given, tuple) else (given,)) if item is not None]
         if entry.name == "split":
-            dim = entry.kwargs.get("dim", entry.args[2] if len(entry.args) > 2 else 0)
-            items = [slice(None)] * (dim % len(shapes[0])) + [slice(entry.kwargs.get("split_size", given))]
-        if (place := next((at for at, item in enumerate(items) if item is Ellipsis), None)) is not None:
-            taken = sum(item is not None for item in items) - 1
-            items[place : place + 1] = [slice(None)] * (len(shapes[0]) - taken)
-        for dim, item in enumerate(item for item in items if item is not None):
-            ends = (item.start, item.stop) if isinstance(item, slice) else ()
-            is_fixed = any(type(end) is int and abs(end) > (self._lap or 0) for end in ends)
-            if is_fixed and dim < len(shapes[0]) and len({shape[dim] for shape in shapes}) > 1:
+            dim: int = entry.kwargs.get("dim", rest[0] if rest else 0)
+            items = [slice(None)] * (dim % len(shapes[0])) + [slice(given)]
+        for place in [at for at, item in enumerate(items) if item is Ellipsis]:
+            items[place : place + 1] = [slice(None)] * (len(shapes[0]) - len(items) + 1)
+        for item, *sizes in zip(items, *shapes, strict=False):
+            ends = (item.start, item.stop) if isinstance(item, slice) and len({*sizes}) > 1 else ()
+            if any(type(end) is int and abs(end) > self._lap for end in ends):
                 return f"{_text(entry)} takes tokens by a number that does not follow from how many there are"
         return None
 
@@ -281,7 +273,7 @@ class _Side:
                     continue
                 is_alike = all(part.shape == whole.shape for part in parts)
                 way = None if is_alike else shape_way(whole, parts)
-                if entry.block is not None or not (is_alike or (way is not None and self._lap is None)):
+                if entry.block is not None or not (is_alike or (way is not None and self._is_of_rows)):
                     return f"{_text(entry)} uses a value that depends on several rows of the batch in another way"
                 self._found.add(entry.index, Whole(path, leaf, way))
             elif isinstance(leaf, Number) and entry.name in _ARITHMETIC and self._is_of_whole(leaf.origin):
@@ -321,7 +313,7 @@ class _Side:
                 part[Ref(entry.index, 0)] = scaled(made[0], patch.of(part), patch.of(self.whole))
 
     def _ways(self, whole: Tensor, parts: Sequence[Tensor]) -> set[Way]:
-        return ways(whole, parts, self._variant.rows, tolerance=self._tolerance, lap=self._lap)
+        return ways(whole, parts, self._variant.rows, tolerance=self._tolerance, lap=self._tape.lap)
 
     def _note(self, ref: Ref | Origin, found: AbstractSet[Way]) -> None:
         self._found.ways[ref] = found & self._found.ways.get(ref, found)
@@ -354,11 +346,10 @@ class _Side:
 
     def _known(self, ref: Ref) -> AbstractSet[Way]:
         """How a tensor is known to follow."""
-        if ref.entry == BATCH and self._lap is None:
-            return {"rows 0 1"} if self.whole[ref].dim() else {"same"}
+        if ref.entry == BATCH and not self._is_of_rows:
+            return self._of(ref) - {"mean", "sum", "max", "min"}
         if ref.entry == BATCH:
-            dims = [dim for dim, size in enumerate(self.whole[ref].shape) if dim and size == self._length]
-            return {f"rows {dim} 1{f' {self._lap}' * bool(self._lap)}" for dim in dims[:1]} or {"same"}
+            return {"rows 0 1"} if self.whole[ref].dim() else {"same"}
         return self._found.ways.get(ref, set())
 
     def _of_number(self, origin: Any) -> AbstractSet[Way]:
@@ -390,13 +381,8 @@ class _Side:
                 known, depends = self._known(leaf), self._tape.depends(leaf)
                 # Positions among rows are no values; what is made of them is compared. Those of tokens are counted anew
                 # in every part.
-                is_counted = depends == "nothing" and self._lap is not None
-                if (
-                    known
-                    or depends == "parameters"
-                    or is_counted
-                    or (depends == "data" and entry.name not in SELECTING)
-                ):
+                is_value = depends == "parameters" or (depends == "nothing" and not self._is_of_rows)
+                if known or is_value or (depends == "data" and entry.name not in SELECTING):
                     found.append((path, known))
         return found
 
@@ -451,11 +437,6 @@ class _Side:
         ]
         if sums and self._may(entry, *sums):
             self._mend(entry, *sums)
-
-
-def end_of_layers(tape: Tape) -> int:
-    """The last call of a layer; -1 if there is none."""
-    return max((entry.index for entry in tape.entries if entry.block is not None), default=-1)
 
 
 def leaves_of_part(leaves: Sequence[Tensor], first: int, end: int, lap: int | None) -> list[Tensor]:

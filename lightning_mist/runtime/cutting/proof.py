@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.runtime.checks import GradientDifferences, Steady, drops, loss_of
+from lightning_mist.runtime.checks import GradientDifferences, Steady, device_of, drops, loss_of
 from lightning_mist.runtime.cutting.follow import (
     ANY,
     Findings,
@@ -23,7 +23,6 @@ from lightning_mist.runtime.cutting.follow import (
     Result,
     Variant,
     best_way,
-    end_of_layers,
     leaves_of_part,
     read_results,
     result_ways,
@@ -101,9 +100,7 @@ class _Ran:
     results: list[Result]
 
 
-def prove(
-    module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, *, lap: int | None = None
-) -> CutRules | str:
+def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, lap: int | None = None) -> CutRules | str:
     """How batches like one are cut, or why they are not.
 
     Calls the user's step twice. What it does to the module besides gradients is the caller's to undo.
@@ -111,7 +108,7 @@ def prove(
     Args:
         lap: As in :class:`CutRules`. A number asks for what is behind the last layer alone, on parts of the tokens.
     """
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    device = device_of(module)
     state = get_random_state(device)
     try:
         recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
@@ -121,7 +118,7 @@ def prove(
             Steady(device, without_dropout=True) as steady,
             _steady_recurrence(module),
         ):
-            proof = _Proof(module, blocks, step, batch, device, lap)
+            proof = _Proof(module, blocks, step, batch, lap)
             with GradientDifferences(module) as differences:
                 rules = proof.rules(differences)
         return replace(rules, has_dropout=steady.is_dropping or recurrent)
@@ -145,26 +142,16 @@ def _steady_recurrence(module: nn.Module) -> Iterator[None]:
 
 
 class _Proof:
-    def __init__(
-        self,
-        module: nn.Module,
-        blocks: Sequence[str],
-        step: Step,
-        batch: Any,
-        device: torch.device,
-        lap: int | None,
-    ) -> None:
-        self._module, self._step, self._device, self._lap = module, step, device, lap
+    def __init__(self, module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, lap: int | None) -> None:
+        self._module, self._step, self._device, self._lap = module, step, device_of(module), lap
         self._blocks = [module.get_submodule(name) for name in blocks]
         rows = batch_rows(batch) if lap is None else (sequence_length(batch) or 0) - lap
         if rows is None or rows < 2:
-            lacking = (
-                "a first dimension of at least 2 rows" if lap is None else f"a second one of {2 + lap} tokens or more"
-            )
-            raise UncuttableError(f"the batch cannot be cut: its tensors do not share {lacking}")
+            lacking = "first dimension of at least 2 rows" if lap is None else "second dimension of several tokens"
+            raise UncuttableError(f"the batch cannot be cut: its tensors do not share a {lacking}")
         self._rows = min(rows, MOST_ROWS) if lap is None else rows
         self._batch = slice_rows(batch, 0, self._rows) if lap is None else batch
-        self._state = get_random_state(device)
+        self._state = get_random_state(self._device)
         self._is_coarse = False
 
     def rules(self, differences: GradientDifferences) -> CutRules:
@@ -177,7 +164,7 @@ class _Proof:
         few = self._rows // 2
         part = slice_rows(self._batch, 0, few) if self._lap is None else slice_tokens(self._batch, 0, few + self._lap)
         fewer = self._run(part, few)
-        reads = _explain_numbers(whole.tape, fewer.tape, of_rows=self._lap is None)
+        reads = _explain_numbers(whole.tape, fewer.tape)
         whole.results = read_results(whole.results, fewer.results, reads)
         _refuse_unused_reads(whole)
         if whole.loss is None:
@@ -199,14 +186,15 @@ class _Proof:
             raise UncuttableError(ways)
         ways["loss",] = frozenset(found.ways.get(whole.loss, set()) & {"mean", "sum", "same"})
         of_whole, of_part = self._compare_gradients(tape, leaves, whole.loss, found, best_way(ways["loss",]))
-        sizes_by_batch(tape, of_whole, of_part, len(leaves), of_rows=self._lap is None)
-        made = _rules(self._module, whole, fewer.tape, found, ways, len(leaves), self._lap)
+        sizes_by_batch(tape, of_whole, of_part, len(leaves))
+        made = _rules(self._module, whole, fewer.tape, found, ways, len(leaves))
         if self._lap is not None and made.whole_tail:
             raise UncuttableError(made.whole_tail)
         return replace(made, is_of_one=batch_rows(self._batch) == 1)
 
     def _run(self, batch: Any, rows: int, differences: GradientDifferences | None = None) -> _Ran:
         recorder = TapeRecorder(self._module, self._blocks, batch, rows, self._device)
+        recorder.tape.lap = self._lap
         set_random_state(self._state, self._device)
         outside = _outside()
         with recorder.running():
@@ -280,7 +268,7 @@ class _Proof:
         for _ in range(_PASSES):
             before = found.text
             found.begin()
-            follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None, self._lap)
+            follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None)
             for variant, has_other in variants:
                 if variant.name in failed or loss in found.spoilt:
                     continue
@@ -309,8 +297,7 @@ class _Proof:
         for variant, _ in self._variants(tape, leaves)[1:3]:
             set_random_state(self._state, self._device)
             try:
-                follower = Follower(tape, [loss], found, _COARSE if self._is_coarse else None, self._lap)
-                whole, parts = follower.run(variant)
+                whole, parts = Follower(tape, [loss], found, _COARSE if self._is_coarse else None).run(variant)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception:  # such a batch was not followed either
@@ -364,7 +351,7 @@ def _refuse_unused_reads(ran: _Ran) -> None:
             raise UncuttableError(f"the step takes numbers for something beside its results, at {entry.line}")
 
 
-def _explain_numbers(tape: Tape, fewer: Tape, *, of_rows: bool) -> dict[tuple[Any, Any], Ref]:
+def _explain_numbers(tape: Tape, fewer: Tape) -> dict[tuple[Any, Any], Ref]:
     """See which plain numbers go with the rows or with values that were read; tensors by pairs of such values."""
     reads: dict[tuple[Any, Any], Ref] = {}
     if [entry.name for entry in tape.entries] != [entry.name for entry in fewer.entries]:
@@ -382,7 +369,7 @@ def _explain_numbers(tape: Tape, fewer: Tape, *, of_rows: bool) -> dict[tuple[An
             assert isinstance(twin, (int, float))
             if (leaf, twin) in reads:
                 changes[path] = Number(Read("item", reads[leaf, twin]))
-            elif of_rows and leaf * fewer.rows == twin * tape.rows and leaf % tape.rows == 0:
+            elif tape.lap is None and leaf * fewer.rows == twin * tape.rows and leaf % tape.rows == 0:
                 changes[path] = Number(Rows(int(leaf) // tape.rows))
         if changes:
             entry.args, entry.kwargs = rebuilt((entry.args, entry.kwargs), changes.get)
@@ -419,34 +406,27 @@ def _forms(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> tuple[dict[Any
     return forms, values
 
 
-def _whole_tail(tape: Tape, found: Findings, wanted: Sequence[Ref], lap: int | None) -> str:
+def _whole_tail(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> str:
     """Why what runs behind the last layer has to take all rows, or tokens, at once, if so.
 
     What is proved of parts holds for it too if it draws nothing and takes of layers what lies there row by row: then
     these rows of what the layers gave for all are what they would have given for a part.
     """
-    last = end_of_layers(tape)
+    last, what = tape.last, "rows" if tape.lap is None else "tokens"
     for entry in (entry for entry in ancestors(tape, wanted) if entry.index > last):
         if drops(entry.name, (torch.empty(0), *entry.args[1:]), entry.kwargs):
             return f"what is behind the last layer drops something at random, at {entry.line}"
         for ref in sources(entry):
             way = row_way(found.ways.get(ref, set()))
             is_handed = BATCH < ref.entry <= last and tape.depends(ref) == "parameters"
-            is_lying = way is not None and (way.endswith(" 1") if lap is None else way.startswith("rows 1 1"))
+            is_lying = way is not None and (way.endswith(" 1") if tape.lap is None else way.startswith("rows 1 1"))
             if is_handed and not is_lying:
-                what = "rows" if lap is None else "tokens"
                 return f"{entry.name} at {entry.line}, behind the last layer, takes what is made of all {what} together"
     return ""
 
 
 def _rules(
-    module: nn.Module,
-    ran: _Ran,
-    fewer: Tape,
-    found: Findings,
-    ways: dict[ResultKey, frozenset[Way]],
-    leaves: int,
-    lap: int | None,
+    module: nn.Module, ran: _Ran, fewer: Tape, found: Findings, ways: dict[ResultKey, frozenset[Way]], leaves: int
 ) -> CutRules:
     tape = ran.tape
     wanted = [ref for ref in (ran.loss, *(ref for result in ran.results for ref in result.refs)) if ref is not None]
@@ -465,8 +445,8 @@ def _rules(
     fixed = [ends for ends in slices if ends and all(end is None or type(end) is int for end in ends)]
     fewer_rows = [ends for ends in fixed if not takes_all(ends, tape.rows)]
     return CutRules(
-        whole_tail=_whole_tail(tape, found, wanted, lap),
-        lap=lap,
+        whole_tail=_whole_tail(tape, found, wanted),
+        lap=tape.lap,
         slices=(*dict.fromkeys(fewer_rows), *([ROWS] if by_number else ())),
         sites=tuple(with_weights(site, lambda weight: portable_values(weight, module)) for site in sites),
         slice=Slice(entries, tape.device) if needed(sites) else None,

@@ -105,12 +105,7 @@ def is_close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
 
 
 def ways(
-    whole: Tensor,
-    parts: Sequence[Tensor],
-    rows: Sequence[int],
-    *,
-    tolerance: float | None = None,
-    lap: int | None = None,
+    whole: Tensor, parts: Sequence[Tensor], rows: Sequence[int], tolerance: float | None = None, lap: int | None = None
 ) -> set[Way]:
     """All ways in which a whole batch's value may follow from those of its parts.
 
@@ -247,10 +242,9 @@ def split_like(whole: Tensor, way: Way, parts: Sequence[Tensor]) -> list[Tensor]
     """The pieces of another value of the whole's form that stand where the parts stood."""
     dim, outer, lap = _places(way)
     sizes, every = [part.shape[dim] // outer for part in parts], _apart(whole, dim, outer)
-    begins = accumulate((size - lap for size in sizes), initial=0)
-    return [
-        every.narrow(dim + 1, begin, size).flatten(dim, dim + 1) for begin, size in zip(begins, sizes, strict=False)
-    ]
+    ends = accumulate(size - lap for size in sizes)
+    places = ((end + lap - size, size) for end, size in zip(ends, sizes, strict=True))
+    return [every.narrow(dim + 1, *place).flatten(dim, dim + 1) for place in places]
 
 
 def _apart(tensor: Tensor, dim: int, outer: int) -> Tensor:
@@ -575,7 +569,7 @@ def bound_values(value: Any, module: nn.Module) -> Any:
     return rebuilt(value, lambda _, leaf: Fixed(module.get_buffer(leaf.name)) if isinstance(leaf, Named) else leaf)
 
 
-def sizes_by_batch(tape: Tape, whole: Values, part: Values, leaves: int, *, of_rows: bool) -> None:
+def sizes_by_batch(tape: Tape, whole: Values, part: Values, leaves: int) -> None:
     """Read sizes from the batch that calls on the batch alone read from tensors which depend on parameters."""
 
     def by_batch(origin: Any) -> Any:
@@ -591,7 +585,11 @@ def sizes_by_batch(tape: Tape, whole: Values, part: Values, leaves: int, *, of_r
                 return Read("size", ref, pairs.index(sizes))
         if sizes[0] == sizes[1]:
             return sizes[0]
-        return Rows(sizes[0] // whole.rows) if of_rows and sizes[0] * part.rows == sizes[1] * whole.rows else origin
+        return (
+            Rows(sizes[0] // whole.rows)
+            if tape.lap is None and sizes[0] * part.rows == sizes[1] * whole.rows
+            else origin
+        )
 
     def replaced(_: tuple[Any, ...], leaf: Any) -> Any:
         return Number(by_batch(leaf.origin)) if isinstance(leaf, Number) else leaf

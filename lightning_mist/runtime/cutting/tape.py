@@ -254,14 +254,21 @@ class Tape:
     Attributes:
         kinds: For every tensor that was made, what it depends on.
         stray: Where a value is used that depends on parameters and was made where nothing is taken down.
+        lap: As in :class:`~lightning_mist.runtime.cutting.rules.CutRules`.
     """
 
     device: torch.device
     rows: int
+    lap: int | None = None
     entries: list[TapeEntry] = field(default_factory=list)
     kinds: dict[Ref, Depends] = field(default_factory=dict)
     dtypes: dict[Ref, torch.dtype] = field(default_factory=dict)
     stray: str | None = None
+
+    @property
+    def last(self) -> int:
+        """The last call of a layer; -1 if there is none."""
+        return max((entry.index for entry in self.entries if entry.block is not None), default=-1)
 
     def depends(self, ref: Ref) -> Depends:
         """What a tensor depends on."""

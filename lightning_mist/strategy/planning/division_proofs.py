@@ -63,13 +63,17 @@ def prove_here(
 
 
 def _with_few_tokens(batch: Any, rows: int) -> Any:
-    """A batch of few tokens, of which all count; nothing else has a dimension of their number."""
+    """A batch of few tokens, every other of which counts; nothing else has a dimension of their number."""
     others = {size for tensor in batch_tensors(batch) for size in tensor.shape}
     length = min(sequence_length(batch) or 0, next(number for number in count(7) if number not in others))
 
     def counting(tensor: Tensor) -> Tensor:
         is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-        return tensor.where(tensor >= 0, tensor.max().clamp(min=0)) if is_whole and tensor.numel() else tensor
+        if not is_whole or tensor.dim() < 2 or not tensor.numel():
+            return tensor
+        is_odd = torch.arange(tensor.shape[1], device=tensor.device) % 2 > 0
+        is_kept = (tensor >= 0) | is_odd.view(-1, *(1,) * (tensor.dim() - 2))
+        return tensor.where(is_kept, tensor.max().clamp(min=0))
 
     return convert_batch(resize_batch(batch, rows, length), counting)
 

@@ -17,8 +17,9 @@ from lightning_mist.strategy.planning.memory_budget import (
     unless_out_of_memory,
 )
 from lightning_mist.strategy.planning.planning_state import FitPlanner
+from tests.plans import plan_of
 
-CPU = torch.device("cpu")
+CPU, CUT = torch.device("cpu"), plan_of(4, 2, {"data": 1})
 
 
 def room(held, limit, step):
@@ -129,7 +130,7 @@ class TestProof:
         module, seen.least = Net(), 2
         before = dict(module.named_parameters())
         planner, found, said = planner_for(module, is_crowded=is_crowded)
-        excluded = planner.with_invariance(found)
+        excluded = planner.with_invariance(found, CUT)
         assert seen.found == tries
         assert excluded.excludes("microbatches") == ("sums over rows",)
         assert all(module.get_parameter(name) is parameter for name, parameter in before.items())
@@ -137,7 +138,7 @@ class TestProof:
 
     def test_without_any_room_batches_are_not_cut(self, seen):
         planner, found, _ = planner_for(Net(), is_crowded=False)
-        assert "no room to prove" in planner.with_invariance(found).excludes("microbatches")[0]
+        assert "no room to prove" in planner.with_invariance(found, CUT).excludes("microbatches")[0]
         assert seen.found == [6, 2]
 
 

@@ -7,7 +7,7 @@ import torch
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Exclusion, ModuleMap
 from lightning_mist.strategy.planning import workflow as planning
-from lightning_mist.strategy.planning.workflow import _refuse_unsafe_cuts, _searched
+from lightning_mist.strategy.planning.workflow import _with_safe_cuts, _searched
 from lightning_mist.tuner import SearchSpace
 from tests.plans import plan_of
 
@@ -35,15 +35,15 @@ def test_given_plans_may_cut_batches_only_where_that_changes_nothing(monkeypatch
         exclusions=(Exclusion(feature="microbatches", reason="its loss is a sum"),),
     )
     batch = torch.zeros(()) if rows is None else torch.zeros(rows)
-    proves = SimpleNamespace(batch=batch, with_invariance=lambda found: (asked.append(found), found)[1])
-    _refuse_unsafe_cuts(proves, empty, pipeline(degrees, microbatches))
+    proves = SimpleNamespace(batch=batch, with_invariance=lambda found, plan: (asked.append(found), found)[1])
+    _with_safe_cuts(proves, empty, pipeline(degrees, microbatches))
     assert bool(asked) == is_cut
-    planner = SimpleNamespace(batch=batch, with_invariance=lambda found: excluding)
+    planner = SimpleNamespace(batch=batch, with_invariance=lambda found, plan: excluding)
     if not is_cut:
-        _refuse_unsafe_cuts(planner, empty, pipeline(degrees, microbatches))
+        _with_safe_cuts(planner, empty, pipeline(degrees, microbatches))
         return
     with pytest.raises(PlanError, match=r"into up to \d parts, but its loss is a sum. Use a plan"):
-        _refuse_unsafe_cuts(planner, empty, pipeline(degrees, microbatches))
+        _with_safe_cuts(planner, empty, pipeline(degrees, microbatches))
 
 
 class Searching:
@@ -74,7 +74,7 @@ class Searching:
         self.done.append(f"split {degrees}")
         return found
 
-    def with_invariance(self, found):
+    def with_invariance(self, found, plan):
         self.done.append("prove")
         return replace(found, exclusions=self.exclusions)
 
