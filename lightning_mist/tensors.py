@@ -127,14 +127,9 @@ def sequence_length(batch: Any) -> int | None:
 def slice_tokens(batch: Batch, first: int, end: int) -> Batch:
     """Positions ``first`` to ``end`` (exclusive) of all dimensions after the first that are as long as the sequences.
 
-    Tensors are as contiguous as a loader's.
-
-    Raises:
-        ValueError: If the batch has no sequences.
+    Tensors are as contiguous as a loader's. A batch without sequences stays as it is.
     """
-    if (length := sequence_length(batch)) is None:
-        raise ValueError(f"a batch of type {type(batch).__name__} has no tokens to cut: its matrices of whole numbers "
-                         "must share dimension 1")  # fmt: skip
+    length = sequence_length(batch)
 
     def cut(node: Any) -> Any:
         if not is_a(node, _ARRAYS):

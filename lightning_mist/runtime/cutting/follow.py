@@ -217,7 +217,7 @@ class _Side:
         given, *rest = entry.args[1:] or [entry.kwargs.get("split_size")]
         items = [item for item in (given if isinstance(given, tuple) else (given,)) if item is not None]
         if entry.name == "split":
-            dim: int = entry.kwargs.get("dim", rest[0] if rest else 0)
+            dim: Any = entry.kwargs.get("dim", rest[0] if rest else 0)
             items = [slice(None)] * (dim % len(shapes[0])) + [slice(given)]
         for place in [at for at, item in enumerate(items) if item is Ellipsis]:
             items[place : place + 1] = [slice(None)] * (len(shapes[0]) - len(items) + 1)

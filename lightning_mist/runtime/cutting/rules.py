@@ -1,15 +1,15 @@
 """What a proof leaves for training: how parts compute, how their results are put together, and what to look out for."""
 
+import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate
 from math import gcd
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mist.errors import TraceError
@@ -496,31 +496,15 @@ def needed(sites: Sequence[Site]) -> list[Any]:
 # Calls of torch functions that can be taken to another process, where the same module is.
 
 
-_SPACES: tuple[Any, ...] = (Tensor, torch, F, torch._C._nn, torch.special, torch.linalg)
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """Reads an attribute of tensors by its name."""
 
+    name: str
 
-class Portable:
-    """A torch function by its name.
-
-    Args:
-        space: Where it is found: the position of a namespace, or -1 for an attribute of tensors.
-    """
-
-    def __init__(self, space: int, name: str) -> None:
-        self._space, self._name = space, name
-
-    @cached_property
-    def _function(self) -> Callable[..., Any]:
-        if self._space < 0:
-            return getattr(Tensor, self._name).__get__  # type: ignore[no-any-return]
-        return getattr(_SPACES[self._space], self._name)  # type: ignore[no-any-return]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Portable, (self._space, self._name)
+    def __call__(self, tensor: Tensor) -> Any:
+        """The attribute."""
+        return getattr(tensor, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,22 +515,22 @@ class Named:
 
 
 def portable_entry(entry: TapeEntry, module: nn.Module) -> TapeEntry:
-    """A call with its function and the module's buffers by their names.
+    """A call whose function and tensors another process can have: the module's buffers by their names.
 
     Raises:
-        UncuttableError: If the function has no name.
+        UncuttableError: If the function cannot be found by its name.
     """
     args, kwargs = portable_values((entry.args, entry.kwargs), module)
     return replace(entry, function=_portable(entry), args=args, kwargs=kwargs, read=None)
 
 
-def _portable(entry: TapeEntry) -> Portable:
-    function, name = entry.function, getattr(entry.function, "__name__", "")
-    if name == "__get__":
-        return Portable(-1, entry.name)
-    for position, space in enumerate(_SPACES):
-        if getattr(space, name, None) == function:
-            return Portable(position, name)
+def _portable(entry: TapeEntry) -> Callable[..., Any]:
+    function = entry.function
+    if getattr(function, "__name__", "") == "__get__":
+        return Attribute(entry.name)
+    with suppress(pickle.PicklingError, AttributeError, TypeError):
+        if entry.block is None and pickle.loads(pickle.dumps(function)) == function:
+            return function
     raise UncuttableError(
         f"what the loss counts is worked out by {entry.name} at {entry.line}, which is not one of torch's functions"
     )

@@ -262,19 +262,20 @@ class FitPlanner:
         cut = "; ".join(found.excludes("microbatches"))
         alike = not cut and self.initial is None and on_rank_zero(self.room.is_crowded)
         tokens: CutRules | str = cut
-        if plan.stages[-1].tail_chunks > 1:
+        if max(plan.stages[-1].tail_chunks, *self.request.search.tail_chunks) > 1:
             tokens = cut or self._proof_of_tokens(found, plan.stages[-1].microbatch_size, alike=alike)
             found = _with_tokens(found, tokens)
         if "microbatches" in proved_features(plan, found) and not cut:
             self.progress.say("checking that a batch may be cut into microbatches")
             answer = self._proof(found, alike=alike)
             if isinstance(answer, str):
-                return found.excluding(answer, "microbatches")
-            self.rules = answer.bound_to(self.module)
-            if isinstance(tokens, CutRules) and tokens.site_text != answer.site_text:
-                found = _with_tokens(found, "tokens would have to count otherwise than rows do")
-            if found.lap is None and answer.whole_tail:
-                found = found.excluding(answer.whole_tail, "tail_chunks")
+                found = found.excluding(answer, "microbatches")
+            else:
+                self.rules = answer.bound_to(self.module)
+                if isinstance(tokens, CutRules) and tokens.site_text != answer.site_text:
+                    found = _with_tokens(found, "tokens would have to count otherwise than rows do")
+                if found.lap is None and answer.whole_tail:
+                    found = found.excluding(answer.whole_tail, "tail_chunks")
         if isinstance(tokens, CutRules) and found.lap is not None:
             self.rules = replace(self.rules or CutRules(), tokens=tokens.bound_to(self.module))
         return found

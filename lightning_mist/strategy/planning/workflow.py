@@ -287,9 +287,12 @@ def _searched(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult |
         return plan, made[-1] if made else None, found
     proved = planner.with_invariance(found, plan)
     if unsafe := _unproved(proved, plan):
+        unsafe |= {"tail_tokens": reasons} if (reasons := proved.excludes("tail_tokens")) else {}
         for feature, reasons in unsafe.items():
             planner.rule_out_cuts("; ".join(reasons), feature)
         plan = from_json(on_rank_zero(search))
+        if plan.stages[-1].tail_chunks > 1:
+            return plan, made[-1] if made else None, _with_safe_cuts(planner, found, plan)
     return plan, made[-1] if made else None, _as_proved(found, proved)
 
 

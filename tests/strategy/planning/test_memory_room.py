@@ -1,5 +1,6 @@
 """Planning asks how much room there is, and tries again with less where that was wrong."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization import empty_out
 from lightning_mist.plan import ModuleMap
+from lightning_mist.runtime.cutting import CutRules
+from lightning_mist.runtime.cutting.rules import Site
 from lightning_mist.strategy.planning import planning_state as planner_module
 from lightning_mist.strategy.planning.memory_budget import (
     Room,
@@ -17,6 +20,7 @@ from lightning_mist.strategy.planning.memory_budget import (
     unless_out_of_memory,
 )
 from lightning_mist.strategy.planning.planning_state import FitPlanner
+from lightning_mist.tuner import SearchSpace
 from tests.plans import plan_of
 
 CPU, CUT = torch.device("cpu"), plan_of(4, 2, {"data": 1})
@@ -94,7 +98,7 @@ def planner_for(module, *, is_crowded):
     planner = FitPlanner(
         trainer=None,
         strategy=SimpleNamespace(lightning_module=module, root_device=CPU),
-        request=SimpleNamespace(memory_limit=None),
+        request=SimpleNamespace(memory_limit=None, search=SearchSpace()),
         progress=SimpleNamespace(say=said.append),
         plain=None,
         batch=None,
@@ -140,6 +144,38 @@ class TestProof:
         planner, found, _ = planner_for(Net(), is_crowded=False)
         assert "no room to prove" in planner.with_invariance(found, CUT).excludes("microbatches")[0]
         assert seen.found == [6, 2]
+
+
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize(
+    ("answers", "microbatches", "asked", "excluded"),
+    [
+        ({0: "shifts", 1: CutRules(lap=1)}, 1, [0, 1], []),
+        ({0: CutRules(lap=0), None: "it pools rows"}, 2, [0, None], ["microbatches"]),
+        ({0: CutRules(lap=0), None: CutRules()}, 2, [0, None], []),
+        ({0: "it pools", 1: "it pools", None: CutRules()}, 1, [0, 1, None], ["tail_tokens"]),
+        ({0: "it pools", 1: "it pools", None: CutRules(whole_tail="drops")}, 1, [0, 1, None],
+         ["tail_tokens", "tail_chunks"]),
+        ({0: CutRules(lap=0), None: CutRules(sites=(Site(key=("sum",), patches=(), line=""),))}, 2, [0, None],
+         ["tail_tokens"]),
+    ],
+)  # fmt: skip
+def test_chunks_are_of_tokens_where_that_is_proved(monkeypatch, answers, microbatches, asked, excluded):
+    tries = []
+
+    def prove(module, blocks, call, batch, lap, rows):
+        tries.append(lap)
+        return answers[lap]
+
+    monkeypatch.setattr(planner_module, "prove_here", prove)
+    monkeypatch.setattr(planner_module, "tried", lambda work, *_, **__: work())
+    planner, found, _ = planner_for(Net(), is_crowded=False)
+    plan = plan_of(4, microbatches, {"data": 1, "layers": 3, "tail": 2})
+    proved = planner.with_invariance(replace(found, tokens=8), plan)
+    assert tries == asked
+    assert [item.feature for item in proved.exclusions] == excluded
+    assert (proved.lap is None) == ("tail_tokens" in excluded)
+    assert (planner.rules.tokens is None) == (proved.lap is None)
 
 
 def test_ranks_whose_batches_have_no_rows_ask_the_others_all_the_same(monkeypatch):

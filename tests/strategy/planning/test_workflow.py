@@ -7,7 +7,7 @@ import torch
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Exclusion, ModuleMap
 from lightning_mist.strategy.planning import workflow as planning
-from lightning_mist.strategy.planning.workflow import _with_safe_cuts, _searched
+from lightning_mist.strategy.planning.workflow import _searched, _with_safe_cuts
 from lightning_mist.tuner import SearchSpace
 from tests.plans import plan_of
 
