@@ -15,6 +15,7 @@ FIRST = {
     "cutting": ("labels_later", "annealed", "flagged_maximum", "added_later", "logs/tail", "behind/pp2tail"),
     "experts": ("as tuple", "by where", "grouped", "telling"),
     "habits": ("Adaptive", "SkipsSteps"),
+    "tokens": ("causal/pp2tokens", "accuracy"),
 }
 
 

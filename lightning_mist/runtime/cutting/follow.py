@@ -130,36 +130,25 @@ class Findings:
         return repr(sorted(self.patches.items()))
 
 
-class Follower:
-    """Follows a tape.
+def follow(
+    tape: Tape, wanted: Sequence[Ref | Origin], findings: Findings, variant: Variant, tolerance: float | None = None
+) -> tuple[Values, list[Values]]:
+    """Follow one batch along a tape; all tensors of the whole and of the parts.
 
     Args:
         wanted: The tensors and numbers that must be explained.
         findings: What is known already; what is found is added.
         tolerance: Largest relative difference of real numbers; None for that of their type.
     """
-
-    def __init__(
-        self, tape: Tape, wanted: Sequence[Ref | Origin], findings: Findings, tolerance: float | None = None
-    ) -> None:
-        self._tolerance = tolerance
-        self._tape, self._found, self._wanted = tape, findings, tuple(wanted)
-        refs = [ref for item in wanted for ref in ((item,) if isinstance(item, Ref) else refs_of(item))]
-        self._entries = ancestors(tape, refs)
-        for entry in self._entries:
-            count = class_count(entry, tape)
-            if count is not None:
-                findings.add(entry.index, count)
-
-    def run(self, variant: Variant) -> tuple[Values, list[Values]]:
-        """Follow one batch; all tensors of the whole and of the parts."""
-        side = _Side(self._tape, self._found, variant, self._tolerance)
-        for entry in self._entries:
-            side.run(entry)
-        for item in self._wanted:
-            if not isinstance(item, Ref) or self._tape.depends(item) != "parameters":
-                side.note(item)
-        return side.whole, side.parts
+    side = _Side(tape, findings, variant, tolerance)
+    for entry in ancestors(tape, [ref for item in wanted for ref in refs_of(item)]):
+        if (count := class_count(entry, tape)) is not None:
+            findings.add(entry.index, count)
+        side.run(entry)
+    for item in wanted:
+        if not isinstance(item, Ref) or tape.depends(item) != "parameters":
+            side.note(item)
+    return side.whole, side.parts
 
 
 class _Side:
@@ -470,7 +459,7 @@ class Result:
     @property
     def refs(self) -> tuple[Ref, ...]:
         """The tensors that it goes by."""
-        return (self.origin,) if isinstance(self.origin, Ref) else refs_of(self.origin)
+        return refs_of(self.origin)
 
     @property
     def text(self) -> str:

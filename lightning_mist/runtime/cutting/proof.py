@@ -8,21 +8,22 @@ explained. See :mod:`.follow`.
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import replaced
 from lightning_mist.runtime.checks import GradientDifferences, Steady, device_of, drops, loss_of
 from lightning_mist.runtime.cutting.follow import (
     ANY,
     Findings,
-    Follower,
     Result,
     Variant,
     best_way,
+    follow,
     leaves_of_part,
     read_results,
     result_ways,
@@ -111,34 +112,23 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, lap:
     device = device_of(module)
     state = get_random_state(device)
     try:
-        recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
+        recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase) and child.dropout]
         with (
+            ExitStack() as stack,
             gradients_aside(module.parameters()),
             torch.enable_grad(),
             Steady(device, without_dropout=True) as steady,
-            _steady_recurrence(module),
         ):
+            for child in recurrent:
+                stack.enter_context(replaced(child, dropout=0.0))
             proof = _Proof(module, blocks, step, batch, lap)
             with GradientDifferences(module) as differences:
                 rules = proof.rules(differences)
-        return replace(rules, has_dropout=steady.is_dropping or recurrent)
+        return replace(rules, has_dropout=steady.is_dropping or bool(recurrent))
     except UncuttableError as error:
         return str(error)
     finally:
         set_random_state(state, device)
-
-
-@contextmanager
-def _steady_recurrence(module: nn.Module) -> Iterator[None]:
-    """Inside, recurrent layers drop nothing."""
-    layers = [(child, child.dropout) for child in module.modules() if isinstance(child, nn.RNNBase)]
-    for child, _ in layers:
-        child.dropout = 0.0
-    try:
-        yield
-    finally:
-        for child, rate in layers:
-            child.dropout = rate
 
 
 class _Proof:
@@ -268,14 +258,13 @@ class _Proof:
         for _ in range(_PASSES):
             before = found.text
             found.begin()
-            follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None)
             for variant, has_other in variants:
                 if variant.name in failed or loss in found.spoilt:
                     continue
                 set_random_state(self._state, self._device)
                 try:
                     with torch.no_grad(), other_parameters(self._module) if has_other else nullcontext():
-                        follower.run(variant)
+                        follow(tape, wanted, found, variant, _COARSE if self._is_coarse else None)
                 except (torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception as error:  # a batch that the step does not take
@@ -297,7 +286,7 @@ class _Proof:
         for variant, _ in self._variants(tape, leaves)[1:3]:
             set_random_state(self._state, self._device)
             try:
-                whole, parts = Follower(tape, [loss], found, _COARSE if self._is_coarse else None).run(variant)
+                whole, parts = follow(tape, [loss], found, variant, _COARSE if self._is_coarse else None)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception:  # such a batch was not followed either

@@ -67,28 +67,24 @@ class Computed:
 Origin = Read | Rows | Computed
 
 
-class TracedInt(int):
+class _Traced:
+    """A number with its origin."""
+
+    origin: Origin
+
+    def __new__(cls, value: Any, origin: Origin) -> Any:
+        """The number."""
+        number: Any = super().__new__(cls, value)  # type: ignore[call-arg]
+        number.origin = origin
+        return number
+
+
+class TracedInt(_Traced, int):
     """An integer with its origin."""
 
-    origin: Origin
 
-    def __new__(cls, value: int, origin: Origin) -> "TracedInt":
-        """The integer."""
-        number = super().__new__(cls, value)
-        number.origin = origin
-        return number
-
-
-class TracedFloat(float):
+class TracedFloat(_Traced, float):
     """A real number with its origin."""
-
-    origin: Origin
-
-    def __new__(cls, value: float, origin: Origin) -> "TracedFloat":
-        """The number."""
-        number = super().__new__(cls, value)
-        number.origin = origin
-        return number
 
 
 TRACED = (TracedInt, TracedFloat)
@@ -121,9 +117,9 @@ def goes_by_values(origin: Any) -> bool:
 
 
 def refs_of(origin: Any) -> tuple[Ref, ...]:
-    """The tensors that a number was read from."""
-    if isinstance(origin, Read):
-        return (origin.ref,)
+    """The tensors that a number was read from, or the tensor itself."""
+    if isinstance(origin, (Ref, Read)):
+        return (origin if isinstance(origin, Ref) else origin.ref,)
     if isinstance(origin, Computed):
         return tuple(ref for operand in origin.operands for ref in refs_of(operand))
     return ()
@@ -516,7 +512,7 @@ class UncuttableError(Exception):
     """Why a batch stays whole."""
 
 
-class Values:
+class Values(dict[Ref, Tensor]):
     """The tensors of a step for one batch.
 
     Args:
@@ -524,17 +520,8 @@ class Values:
     """
 
     def __init__(self, leaves: Sequence[Tensor], rows: int) -> None:
+        super().__init__({Ref(BATCH, index): leaf for index, leaf in enumerate(leaves)})
         self.rows = rows
-        self._tensors = {Ref(BATCH, index): leaf for index, leaf in enumerate(leaves)}
-
-    def __getitem__(self, ref: Ref) -> Tensor:
-        return self._tensors[ref]
-
-    def __setitem__(self, ref: Ref, tensor: Tensor) -> None:
-        self._tensors[ref] = tensor
-
-    def __contains__(self, ref: Ref) -> bool:
-        return ref in self._tensors
 
     def number(self, origin: Any) -> Any:
         """A number read from these tensors."""

@@ -199,4 +199,3 @@ def test_chunks_of_tokens_add_up_to_the_whole(name, lap):
 def test_what_looks_at_tokens_together_is_not_cut(name):
     found = rules_of(Tokens(REFUSED[name]), batch_of(2, 7, padding=False))
     assert isinstance(found, dict), found
-    print(name, found)
