@@ -16,6 +16,7 @@ from lightning_mist.plan import ModuleMap, Plan, parts_of, row_slice
 from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.runtime.stage import sum_of_bits
+from lightning_mist.strategy.planning.memory_budget import is_out_of_memory
 from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import LogRecord, LogRecorder, as_place, recorded_logs, results_of
 from lightning_mist.tensors import batch_rows, batch_tensors, sequence_length
@@ -56,7 +57,12 @@ def prove_here(
 
     keeping = call.keeping_calls() if hasattr(call, "keeping_calls") else nullcontext()
     with keeping, isolated(module), recorded_logs(module, recorder), _watched_metrics(module) as updated:
-        answer = prove(module, blocks, step, batch, lap=lap)
+        try:
+            answer = prove(module, blocks, step, batch, lap)
+        except Exception as error:  # whatever a step says that is for one number of tokens
+            if lap is None or is_out_of_memory(error):
+                raise
+            return f"the step does not run on fewer tokens ({type(error).__name__}: {error})"
     if updated and not isinstance(answer, str):
         return f"the step updates the metric {updated[0]}, whose value does not follow from those of parts"
     return answer
