@@ -472,7 +472,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="chunks behind the last layer",
-        meaning="what is behind the last layer runs forward and backward on some rows after others",
+        meaning="what is behind the last layer runs forward and backward on some tokens, or rows, after others",
         use=lambda plan: f"{plan.stages[-1].tail_chunks} chunks" if plan.stages[-1].tail_chunks > 1 else "",
         off=lambda plan, ground: every_stage(plan, lambda stage: replace(stage, tail_chunks=1)),
         without=lambda plan, search: _narrowed(search, "tail_chunks", (1,)),
