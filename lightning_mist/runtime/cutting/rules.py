@@ -189,7 +189,10 @@ def _of_rows(name: str, seen: AbstractSet[Way], operands: Sequence[AbstractSet[W
     if all("same" in known for known in operands):
         return seen if any("sizes" in known for known in operands) else {"same"}
     if row_way(seen):
-        return {way for way in seen if way.startswith("rows")}
+        found = {way for way in seen if way.startswith("rows")}
+        # Where values are all alike they lie in many ways: in those of what they are made of.
+        is_clear = len({way.split()[1] for way in found}) == len(found)
+        return found if is_clear else found.intersection(set[Way]().union(*operands)) or found
     return {_REDUCING[name]} if name in _REDUCING else set() if name in _AFFINE else seen - {"same"}
 
 
