@@ -19,8 +19,11 @@ from benchmarks.parity.plans import ROWS, Layout, make_plan
 from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.plan import ModuleMap, Plan, loader_of
+from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.communication.transport import complete
+from lightning_mist.runtime.parameters.flat_parts import AnyPart, flat_parts
 from lightning_mist.runtime.parameters.tensor_parts import parts_of
+from lightning_mist.schedule.flats import stage_flats
 from lightning_mist.strategy.training.engine import Engine
 from tests import zoo
 from tests.integration.parity import TOLERANCE, cast, loss_of, make_optimizer, map_of, precision_of
@@ -193,10 +196,11 @@ def gradients_of(subject: Subject, engine: Engine) -> Gradients:
     engine.take_optimizer(make_optimizer(engine.module))
     engine.hollow()
     losses = [train_batch(engine, batch) for batch in _of_rank(subject, engine.plan, engine.rank)]
-    owned = [item.name for item in engine.executor.mesh.owned]
+    updated = set(engine.executor.updated)
     if (moved := engine.executor.gradients) is not None:
         moved.lend(moved.names)
-    return losses, {name: engine.stages.parameters[name].grad for name in owned}
+    with engine.executor.shown():
+        return losses, {name: p.grad for name, p in engine.stages.parameters.items() if p in updated}
 
 
 def judge_gradients(subject: Subject, plan: Plan, ranks: Sequence[Gradients]) -> Outcome:
@@ -261,12 +265,13 @@ def _gradient_difference(
     largest = max(float(g.abs().max()) for g in wanted.values() if g is not None)
     worst, differing, missing = 0.0, "", {}
     for rank, gradients in enumerate(ranks):
-        parts = parts_of(plan, rank, subject.module_map)
+        mesh = make_mesh(plan, rank, subject.module_map)
+        pieces = flat_parts(mesh, subject.module_map, stage_flats(plan, subject.module_map, mesh.stage))
+        parts: dict[str, AnyPart] = {**parts_of(plan, rank, subject.module_map), **pieces}
         for name, gradient in gradients.items():
             part, whole = parts.get(name), wanted[name]
-            missing.setdefault(name, set(range(1 if part is None else part.degree))).discard(
-                0 if part is None else part.index
-            )
+            every = (0,) if part is None else [i for i in range(part.degree) if 0 not in part.shape_at(i)]
+            missing.setdefault(name, set(every)).discard(0 if part is None else part.index)
             difference = _difference(gradient, whole if part is None or whole is None else part.take(whole)) / largest
             if not difference <= subject.tolerance and not differing:
                 differing = f"gradient of {name} on rank {rank}: off by {difference:.1e}"

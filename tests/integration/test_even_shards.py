@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.parity.cell import ROWS as PARITY_ROWS
+from benchmarks.parity.cell import on_all_ranks, subject, train_batch
+from lightning_mist.errors import PlanError
+from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.schedule.flats import stage_flats
 from tests.integration.parity import make_plan, map_of, train, train_reference
 from tests.memory_transport import InMemoryWorld, drive
@@ -96,3 +100,47 @@ def test_two_ranks_train_as_one_to_the_bit(name, zero):
         assert state[number].keys() == entry.keys()
         for key, value in entry.items():
             assert torch.equal(torch.as_tensor(state[number][key]), torch.as_tensor(value)), (number, key)
+
+
+def accumulated(engine, model, *, set_to_none):
+    """Two steps, of two batches each; what is left of the first one's gradients goes, or becomes zeros."""
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    engine.take_optimizer(optimizer)
+    engine.hollow()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for batch in [step[engine.rank] for step in model.batches[:2]]:
+            train_batch(engine, batch)
+        engine.clip_by_value(optimizer, 1e-2)
+        optimizer.step()
+        complete(engine.executor.gather_parameters())
+    return engine.module_values()
+
+
+@pytest.mark.parametrize(("zero", "set_to_none"), [(1, False), (3, True)])
+def test_gradients_of_several_batches_are_added_up_in_pieces(zero, set_to_none):
+    model = subject("nano_even", torch.float64)
+    plans = [
+        make_plan([len(model.module_map.blocks)], degrees=[RANKS], rows=PARITY_ROWS, zero=stage) for stage in (0, zero)
+    ]
+    work = partial(accumulated, model=model, set_to_none=set_to_none)
+    wanted, found = (on_all_ranks(model, plan, work)[0] for plan in plans)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_in_pieces_cannot_be_looked_at():
+    model = subject("nano_even", torch.float64)
+    plan = make_plan([len(model.module_map.blocks)], degrees=[RANKS], rows=PARITY_ROWS, zero=1)
+
+    def look(engine):
+        engine.take_optimizer(torch.optim.SGD(engine.module.parameters(), lr=0.1))
+        engine.hollow()
+        train_batch(engine, model.batches[0][engine.rank])
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                assert parameter.grad.shape == parameter.shape
+                with pytest.raises(PlanError, match=r"shared out over ranks.*zero_stage = 0"):
+                    parameter.grad.norm()
+
+    on_all_ranks(model, plan, look)

@@ -178,12 +178,13 @@ class _PendingSum(_PendingResult):
     __slots__ = ()
 
     def result(self) -> Any:
+        """The sum; asked for once, and the rows are let go of."""
         self.wait()
-        first, *others = self._output.unbind()
-        self._output = self._output[:1]
+        (first, second, *others), self._output = self._output.unbind(), None
+        total = first + second
         for row in others:
-            first += row
-        return first
+            total += row
+        return total
 
 
 def message_options(timeout: timedelta | None) -> Any:

@@ -301,10 +301,10 @@ class GradientReducer:
             yield launched[-1]
             _refuse_late(_bucket(launched[0]))
             if len(launched) == 2:
-                shard, piece = launched
-                total = shard.add(piece.result())
+                shard, piece = launched[0], launched[1].result()
                 if len(self._replicates) > 1:
-                    yield self._transport.all_reduce(total, self._replicates)
+                    yield self._transport.all_reduce(piece, self._replicates)
+                shard.add(piece)
                 continue
             bucket, flat, present, _ = launched
             if len(self._replicates) > 1 and bucket.owner == self._mesh.shard_index:

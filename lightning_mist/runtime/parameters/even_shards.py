@@ -111,6 +111,12 @@ class FlatShard:
                     known = self._stand_ins[index] = AbsentGradient.of(parameter)
                 known.piece, parameter.grad = pieces[index], known
 
+    def free_gradient(self) -> None:
+        """Let go of the piece of the gradients."""
+        self.gradient = None
+        for known in self._stand_ins.values():
+            known.piece = None
+
     def take_gradients(self, *, scale: float, dtype: torch.dtype) -> Tensor:
         """Move the parameters' gradients, times ``scale``, into a buffer of the type in which they travel."""
         buffer = self.buffer(dtype)
@@ -121,13 +127,12 @@ class FlatShard:
         self.present = [one or other for one, other in zip(self.present, had, strict=True)]
         return buffer
 
-    def add(self, piece: Tensor) -> Tensor:
-        """Add what ranks have reduced to this one, and give the sum."""
+    def add(self, piece: Tensor) -> None:
+        """Add what ranks have reduced to this one."""
         if self.fresh is None:
             self.fresh = piece.to(gradient_dtype(self.bucket.parameters[0]))
         else:
             self.fresh += piece
-        return self.fresh
 
 
 def _with_gaps(starts: Sequence[int], ends: Sequence[int], numel: int) -> list[int]:
@@ -172,7 +177,7 @@ class EvenShards:
         for shard in self.trained:
             shard.fresh, shard.present = None, [False] * len(shard.parts)
             if kept.isdisjoint(shard.bucket.parameters):
-                shard.gradient = None
+                shard.free_gradient()
 
     def finish(self) -> Iterator[Work]:
         """Find out which parameters had a gradient on any rank."""
