@@ -81,6 +81,11 @@ class FlatShard:
         self.keep(own := self.empty_piece(values[0]), values)
         return own
 
+    def computed_with(self, casts: Mapping[str, Tensor]) -> list[Tensor]:
+        """What is computed with: casts of the parameters where there are any, or they."""
+        pairs = zip(self.flat.names, self.bucket.parameters, strict=True)
+        return [casts[name] if name in casts else parameter.detach() for name, parameter in pairs]
+
     def buffer(self, dtype: torch.dtype) -> Tensor:
         """A whole buffer without values, a row for each rank."""
         device = self.bucket.parameters[0].device
@@ -237,10 +242,12 @@ class EvenShards:
         """
         under_way: list[tuple[FlatShard, Tensor, Work]] = []
         for shard in self.trained:
-            pairs = zip(shard.flat.names, shard.bucket.parameters, strict=True)
-            values = [computed[name] if name in computed else parameter.detach() for name, parameter in pairs]
-            buffer = shard.buffer(values[0].dtype)
-            buffer[shard.parts[0].place].copy_(shard.own())
+            buffer = shard.buffer(shard.computed_with(computed)[0].dtype)
+            own = buffer[shard.parts[0].place]
+            if shard.updated is None:
+                shard.keep(own, [parameter.detach() for parameter in shard.bucket.parameters])
+            else:
+                own.copy_(shard.updated)
             under_way.append((shard, buffer, self._transport.all_gather_into(buffer, self._mesh.shard_peers)))
             if len(under_way) == _IN_FLIGHT:
                 yield from self._receive(*under_way.pop(0), computed)
@@ -249,9 +256,11 @@ class EvenShards:
 
     def _receive(self, shard: FlatShard, buffer: Tensor, work: Work, computed: Mapping[str, Tensor]) -> Iterator[Work]:
         yield work
-        pairs = zip(shard.flat.names, shard.bucket.parameters, strict=True)
-        values = [computed[name] if name in computed else parameter.detach() for name, parameter in pairs]
-        torch._foreach_copy_(values, shard.views(buffer.view(-1)))
+        triples = zip(shard.computed_with(computed), shard.views(buffer.view(-1)), shard.parts, strict=True)
+        # What this rank has updated whole it has already, where that is what it computes with.
+        new = [(value, view) for value, view, part in triples if part.span[1] - part.span[0] < view.numel() or computed]
+        if new:
+            torch._foreach_copy_([value for value, _ in new], [view for _, view in new])
 
 
 _IN_FLIGHT = 2
