@@ -21,7 +21,7 @@ from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.plan import ModuleMap, Plan, loader_of
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.communication.transport import complete
-from lightning_mist.runtime.parameters.flat_parts import AnyPart, flat_parts
+from lightning_mist.runtime.parameters.flat_parts import AnyPart, pieces_of
 from lightning_mist.runtime.parameters.tensor_parts import parts_of
 from lightning_mist.schedule.flats import stage_flats
 from lightning_mist.strategy.training.engine import Engine
@@ -266,7 +266,7 @@ def _gradient_difference(
     worst, differing, missing = 0.0, "", {}
     for rank, gradients in enumerate(ranks):
         mesh = make_mesh(plan, rank, subject.module_map)
-        pieces = flat_parts(mesh, subject.module_map, stage_flats(plan, subject.module_map, mesh.stage))
+        pieces = pieces_of(mesh, subject.module_map, stage_flats(plan, subject.module_map, mesh.stage))
         parts: dict[str, AnyPart] = {**parts_of(plan, rank, subject.module_map), **pieces}
         for name, gradient in gradients.items():
             part, whole = parts.get(name), wanted[name]

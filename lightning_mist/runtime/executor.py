@@ -20,7 +20,7 @@ from lightning_mist.runtime.communication import Microbatch, Neighbours, Transpo
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState
-from lightning_mist.runtime.parameters import CastKeeper, EvenShards, MasterWeights, flat_parts, parts_of
+from lightning_mist.runtime.parameters import CastKeeper, EvenShards, MasterWeights, parts_of, pieces_of
 from lightning_mist.runtime.recording import ActionRecorder
 from lightning_mist.runtime.stage import PipelineStage, RankStages, WrittenWeights, make_unit_runner
 from lightning_mist.runtime.support import check_supported
@@ -85,7 +85,7 @@ class Executor:
         self.pool = HostPool(self.streams.ops, place.budget)
         self.state_pool = HostPool(self.streams.ops, place.budget, place.directory) if place.directory else self.pool
         flats = stage_flats(plan, module_map, self.mesh.stage)
-        even_parts = flat_parts(self.mesh, module_map, flats)
+        even_parts = pieces_of(self.mesh, module_map, flats)
         self.even = EvenShards(self.mesh, self.parameters, flats, even_parts, transport) if flats else None
         self._runner = make_unit_runner(
             *(self.mesh, module_map, self.parameters, transport, self.actions, device, self.streams),

@@ -28,6 +28,11 @@ def one(loads: list[float], interference: Interference | None, across_nodes: boo
     return float(concurrent_seconds(*(np.array([load]) for load in loads), interference, across_nodes)[0])
 
 
+def coefficient(interference: Interference, pair: tuple[Channel, Channel], across_nodes: bool) -> float:
+    name = "_".join(sorted(pair, key=CHANNELS.index))
+    return float(getattr(interference, name.replace("network", "across") if across_nodes else name))
+
+
 def scalar(load: dict[Channel, float], interference: Interference, across_nodes: bool) -> float:
     """The same fluid, one candidate at a time and step by step."""
     left = {name: seconds for name, seconds in load.items() if seconds > 0}
@@ -35,7 +40,7 @@ def scalar(load: dict[Channel, float], interference: Interference, across_nodes:
     while left:
         slow = {}
         for name in left:
-            turns = {k: interference.between(name, k, across_nodes=across_nodes) for k in left if k != name}
+            turns = {k: coefficient(interference, (name, k), across_nodes) for k in left if k != name}
             slow[name] = 1 + scalar(turns, interference, across_nodes)
         first = min(left, key=lambda name: left[name] * slow[name])
         passed = left[first] * slow[first]
