@@ -199,7 +199,7 @@ def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpe
         operators=device_operators(request.device_kind, capability=request.capability),
         tell=tell,
     )
-    spec = replace(spec, name=source.name, notes=(*spec.notes, *notes))
+    spec = replace(spec.evenly(), name=source.name, notes=(*spec.notes, *notes))
     return with_second_opinion(spec, source.module, request.device_kind)
 
 

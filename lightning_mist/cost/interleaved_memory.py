@@ -238,7 +238,7 @@ def _update(needs: Sequence[StageNeeds], name: str) -> dict[str, Bytes]:
         # Filling a bucket counts the gradients of its own chunk; those of the others are there too.
         rest: Bytes = sum(item.gradients_K for item in needs)
         over = np.maximum.reduce([fill - item.gradients_K for fill, item in zip(working, needs, strict=True)])
-        return {"working_bytes": rest + np.maximum(over, 0.0)}
-    # The optimizer updates the parameters of all chunks together.
-    combine = np.add if name == "optimizer step" else np.maximum
+        return {"gradient_bytes": gradients, "working_bytes": rest + np.maximum(over, 0.0)}
+    # The optimizer updates the parameters of all chunks together, and buffers in which they travel may be of several.
+    combine = np.add if name in ("optimizer step", "parameter gathering") else np.maximum
     return {"gradient_bytes": gradients, "working_bytes": combine.reduce(np.broadcast_arrays(*working))}

@@ -265,7 +265,7 @@ def closed_spec(
             f"nothing was traced: a closed form of {dims.layers} layers with hidden width {dims.hidden}, of "
             f"{dims.parameters:,} parameters; what operators it does not know keep is missing",
         ),
-    )
+    ).evenly()
 
 
 _Ranks: TypeAlias = Callable[[Split], int]

@@ -119,7 +119,7 @@ def _trace(
     spec = traced_spec(
         module, batch, step, degrees=asked, optimizer=optimizer, precision=precision, operators=operators
     )
-    return with_second_opinion(spec, module, operators.name)
+    return with_second_opinion(spec.evenly(), module, operators.name)
 
 
 def traced_spec(

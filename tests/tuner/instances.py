@@ -18,9 +18,9 @@ from tests.tuner.whole_space import Instance, candidates_of, pipelines, places_o
 MOST_CANDIDATES = 15_000
 """Stage candidates that an instance may have, so that each takes a fraction of a second."""
 
-OFFLOADING, UNLIKE, LIMITED, BY_OPERATOR, IN_GROUPS = 0.5, 0.25, 0.12, 0.5, 0.5
+OFFLOADING, UNLIKE, LIMITED, BY_OPERATOR, IN_GROUPS, EVEN = 0.5, 0.25, 0.12, 0.5, 0.5, 0.5
 """Share of instances whose spaces offload, whose devices are of two kinds, which have each of the other limits, whose
-layers may be recomputed by operator, and where ZeRO may shard within groups."""
+layers may be recomputed by operator, where ZeRO may shard within groups, and where it gives ranks even pieces."""
 
 
 def size_of(instance):
@@ -56,8 +56,10 @@ def random_instance(
     rng, other = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     kinds = (("full", "selective"), ("selective",))[other.integers(2)] if other.random() < by_operator else ("full",)
     groups = (2,) if np.random.default_rng([seed, 2]).random() < IN_GROUPS else ()
+    even = np.random.default_rng([seed, 3]).random() < EVEN
     while True:
         found = _random_instance(rng, offloading, unlike)
+        found = replace(found, network=found.network.evenly()) if even else found
         found = replace(found, search=replace(found.search, checkpointing_kinds=kinds, shard_degrees=groups))
         found = _loading(found, other) if fewer_loaders else found
         if checkpoints:

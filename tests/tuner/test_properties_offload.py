@@ -45,6 +45,7 @@ def small(seed, kinds=OFFLOADED, devices=None):
         parameter_bytes=int(400 * 10 ** rng.uniform(1, 2.5)),
         edge_bytes=int(400 * 10 ** rng.uniform(0, 2.5)),
     )
+    network = network.evenly() if seed % 2 else network
     rates = replace(
         profile(flops_per_second=10 ** rng.uniform(9, 10.5), link=10 ** rng.uniform(6, 9)),
         **{name: 10 ** rng.uniform(5, 8) for name in LINKS[:2]},

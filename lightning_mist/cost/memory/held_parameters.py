@@ -11,6 +11,7 @@ Array axes
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -38,6 +39,7 @@ class HeldBytes:
         tail_K: Trained, and used by its tail.
         shared_K: Trained, and also held by another stage.
         reused_K: Trained, and used by several parts of this stage.
+        unit_K: Trained, of the unit that uses most.
         together_K: Trained, with a gradient that is made with those of inputs where weights' are made apart.
         count_K: Number of trained parameters, not bytes.
     """
@@ -49,6 +51,7 @@ class HeldBytes:
     shared_K: FloatArray
     reused_K: FloatArray
     largest_K: FloatArray
+    unit_K: FloatArray
     together_K: FloatArray
     count_K: FloatArray
 
@@ -85,7 +88,7 @@ class Holdings:
         self.owners = Owners(self.table, is_one_unit=self.is_one_unit)
         self._networks = networks
         self._held = ByRange(self.table.uses_PR.shape[1], len(HeldBytes.__slots__), networks)
-        self._shares: dict[int, ByRange] = {}
+        self._shares: dict[tuple[int, bool], ByRange] = {}
 
     def of(self, candidates: StageCandidates) -> HeldBytes:
         """Parameters and gradients of each candidate."""
@@ -104,7 +107,8 @@ class Holdings:
         held_PU = inside_PU > 0
         head_PU = (uses[:, np.minimum(low_U + 1, high_U)] - uses[:, low_U]) * (low_U == 0)
         tail_PU = (uses[:, -1] - uses[:, -2])[:, None] * (high_U == uses.shape[1] - 1)
-        trained_P = self.table.trainable_P
+        trained_P, ranges = self.table.trainable_P, zip(low_U.tolist(), high_U.tolist(), strict=True)
+        of_units = [self.table.trained_R[low:high].max(initial=0.0) for low, high in ranges]
 
         def trained(chosen_PU: BoolArray) -> FloatArray:
             return trained_P @ chosen_PU.astype(np.float64)
@@ -117,26 +121,38 @@ class Holdings:
             shared_K=trained((inside_PU > 0) & (inside_PU < uses[:, -1:])),
             reused_K=trained(inside_PU > 1),
             largest_K=(trained_P[:, None] * held_PU).max(axis=0, initial=0.0),
+            unit_K=trained(held_PU) if self.is_one_unit else np.array(of_units),
             together_K=trained(held_PU & self.table.together_P[:, None]),
             count_K=(trained_P > 0).astype(np.float64) @ held_PU,
         )
         return np.stack([getattr(found, name) for name in HeldBytes.__slots__])
 
+    def is_even(self, candidates: StageCandidates) -> BoolArray:
+        """Whether ZeRO gives ranks even pieces of what no other stage of each candidate's pipeline holds."""
+        return self.spec.module_map.even_shards & ~candidates.is_dealt_K
+
     def shares(self, candidates: StageCandidates, ranks: int) -> SharedOut:
-        """What the fullest of the data-parallel ranks of each candidate has where parameters are dealt out."""
-        if ranks not in self._shares:
-            self._shares[ranks] = ByRange(self.table.uses_PR.shape[1], 10, self._networks)
+        """What the fullest of the data-parallel ranks of each candidate has where they share parameters out."""
+        even_K, found_XK = self.is_even(candidates), np.empty((10, len(candidates)))
+        for even in set(even_K.tolist()):
+            if (key := (ranks, even)) not in self._shares:
+                self._shares[key] = ByRange(self.table.uses_PR.shape[1], len(found_XK), self._networks)
+            some, shared_of = candidates.take(even_K == even), partial(self.shared_of, ranks=ranks, even=even)
+            ranges = covered(self.spec, some.start_K, some.end_K)
+            found_XK[:, even_K == even] = self._shares[key].of(*ranges, shared_of, self._network(some))
+        return SharedOut(trained_K=found_XK[8], every_K=found_XK[9], forward_AK=found_XK[:4], backward_AK=found_XK[4:8])
 
-        def shared_of(network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
-            return self.shared_of(network, low_U, high_U, ranks)
+    def owned(self, candidates: StageCandidates, ranks: int) -> FloatArray:
+        """Trained bytes of the fullest rank, as they take time: no fewer than where nothing is offloaded."""
+        owned_K = self.shares(candidates, ranks).trained_K
+        if not (self.spec.module_map.even_shards and candidates.is_dealt_K.any()):
+            return owned_K
+        return np.maximum(owned_K, self.shares(replace(candidates, offload=None, dealt_K=None), ranks).trained_K)
 
-        ranges = covered(self.spec, candidates.start_K, candidates.end_K)
-        away_XK = self._shares[ranks].of(*ranges, shared_of, self._network(candidates))
-        return SharedOut(trained_K=away_XK[8], every_K=away_XK[9], forward_AK=away_XK[:4], backward_AK=away_XK[4:8])
-
-    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int, *, even: bool) -> FloatArray:
         """Parameters that are there only for a forward, for a backward; those owned that are trained, and all."""
-        found = [self.owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
+        ranges = zip(low_U.tolist(), high_U.tolist(), strict=True)
+        found = [self.owners.of(*item, ranks, even=even) for item in ranges]
         each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
         found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
         return found_XU
@@ -144,7 +160,7 @@ class Holdings:
     def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
         """What the fullest rank of devices that run several stages has, their parameters dealt out together."""
         ranges = [(int(low_U[0]), int(high_U[0])) for low_U, high_U, _ in map(self._ranges, stages)]
-        return self.owners.together(ranges, ranks)
+        return self.owners.together(ranges, ranks, even=bool(self.is_even(stages[0])[0]))
 
     def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
         """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters."""
@@ -231,9 +247,9 @@ class VariantHoldings(Holdings):
         """What is held of ranges of regions of one of the networks."""
         return self._each[network].held_of(0, low_U, high_U)
 
-    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int, *, even: bool) -> FloatArray:
         """What the fullest rank has of ranges of regions of one of the networks."""
-        return self._each[network].shared_of(0, low_U, high_U, ranks)
+        return self._each[network].shared_of(0, low_U, high_U, ranks, even=even)
 
     def _network(self, candidates: StageCandidates) -> IntArray:
         if candidates.variant_K is None:

@@ -248,8 +248,9 @@ class MemoryModel:
         low_K, _ = covered(self.spec, candidates.start_K, candidates.end_K)
         at_K = low_K if candidates.variant_K is None else (candidates.variant_K, low_K)
         imbalance_K, away = np.zeros(len(candidates)), (np.zeros((4, len(candidates))),) * 2
-        zero_K = candidates.zero_stage_K
+        zero_K, sent_K = candidates.zero_stage_K, np.ones(len(candidates))
         if shares is not None:
+            sent_K = sent_K + self.holdings.is_even(candidates) / degree
             imbalance_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K - held.trained_K / degree, 0.0)
             shards_K = zero_K >= ZeroStage.PARAMETERS
             away = shares.forward_AK * shards_K, shares.backward_AK * shards_K
@@ -265,6 +266,7 @@ class MemoryModel:
             last_gradient_bytes_K=self.holdings.table.trained_R[at_K],
             together_gradient_bytes_K=held.together_K,
             imbalance_K=imbalance_K,
+            sent_K=sent_K,
             forward_away_AK=away[0],
             backward_away_AK=away[1],
             variant_K=candidates.variant_K,
@@ -408,6 +410,9 @@ class MemoryModel:
             result.append(("tied gradients", tied))
         if slot.shard_degree > 1:
             plain_K, reduces_K = self.plain(slot, candidates), zero_K < ZeroStage.GRADIENTS
+            gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
+            # This rank's pieces lie beside the buffers that they come from, and go to.
+            even_K = gathers_K & self.holdings.is_even(candidates)
             if plain_K is not None:
                 filled_K = np.where(plain_K, held.trained_K, filled_K)
             # What was received is there until its gradient leaves: a sum, and what is being added to it, beside the
@@ -415,9 +420,12 @@ class MemoryModel:
             costs = self.costs(slot.rows, slot.context_parallel_degree)
             sent_K = costs.boundary_B[candidates.start_K] + 3 * costs.gradient_boundary_B[candidates.start_K]
             filled = {"transfer_bytes": sent_K * reduces_K, "working_bytes": filled_K * reduces_K}
+            if factor == 1.0:
+                filled["gradient_bytes"] = owned_K * (even_K & reduces_K)
             result.append(("gradient reduction", filled))
-            gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
-            gathered_K = np.minimum(BUCKETS_IN_FLIGHT * _bucket(held), held.trained_K) * gathers_K
+            flat_K = np.where(even_K & ~reduces_K, held.unit_K, _bucket(held))
+            gathered_K = np.minimum(BUCKETS_IN_FLIGHT * flat_K, held.trained_K) * gathers_K
+            gathered_K = gathered_K * (1 + even_K / slot.shard_degree)
             result.append(("parameter gathering", {"gradient_bytes": updated_K, "working_bytes": gathered_K}))
         return result
 

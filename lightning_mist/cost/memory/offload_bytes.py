@@ -178,7 +178,7 @@ def _plain(candidates: StageCandidates) -> tuple[StageCandidates, OffloadCandida
     offload = candidates.offload
     if offload is None:
         raise ValueError("candidates.offload = None: nothing is offloaded; ask for the needs without offload")
-    return replace(candidates, offload=None), offload
+    return replace(candidates, offload=None, dealt_K=candidates.is_dealt_K), offload
 
 
 def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
@@ -319,7 +319,14 @@ def shares_of(
     Args:
         since: The ZeRO stage from which on this state is dealt out.
     """
-    return model.states.of(candidates, ratio_K, slot.shard_degree, candidates.zero_stage_K >= since, trained=trained)
+    shards_K = candidates.zero_stage_K >= since
+    found = model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=trained)
+    even_K = shards_K & model.holdings.is_even(candidates)
+    if slot.shard_degree == 1 or not even_K.any():
+        return found
+    even = model.holdings.shares(candidates, slot.shard_degree)
+    # Whoever has even pieces offloads nothing of them.
+    return replace(found, resident_K=np.where(even_K, even.trained_K if trained else even.every_K, found.resident_K))
 
 
 def adds_in_host(slot: StageSlot) -> bool:

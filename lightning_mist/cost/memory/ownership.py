@@ -1,7 +1,8 @@
 """Who owns which of a stage's parameters among its data-parallel ranks, and what that leaves on the fullest of them.
 
-Parameters are dealt out whole, by the bytes of the unsplit parameter, so that all tensor-parallel ranks agree: first
-those that are trained, under ZeRO-3 then the frozen ones on top (:func:`lightning_mist.plan.mesh.held_parameters`).
+Where ranks have even pieces of what no other stage holds (:mod:`lightning_mist.schedule.flats`) nobody owns that, and
+all of it is fetched. The rest is dealt out whole, by the bytes of the unsplit parameter, so that tensor-parallel ranks
+agree: first what is trained, under ZeRO-3 then the frozen ones (:func:`lightning_mist.plan.mesh.held_parameters`).
 Owners depend on everything that a stage holds, so what a device needs of two neighbouring parts beside what it owns is
 worked out for every range of regions by itself.
 
@@ -19,9 +20,16 @@ import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, ParameterTable
 from lightning_mist.plan.sharding import assign_owners
+from lightning_mist.schedule.flats import ALIGNMENT
 
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storages of ZeRO-3, as the runtime lays them out."""
+
+PIECE_BYTES = 4 * ALIGNMENT
+"""By less a piece of a flat buffer of 32 bits is rounded up."""
+
+NOBODY = -1
+"""The owner of what ranks have even pieces of."""
 
 MOST = 1024
 """Stages whose owners are kept: 16 bytes per parameter each, so some megabytes for networks of hundreds."""
@@ -104,28 +112,32 @@ class Owners:
         self._used_PR = np.diff(table.uses_PR, axis=1) > 0
         self._known: dict[tuple[bytes, ...], Ownership] = {}
 
-    def of(self, low: int, high: int, ranks: int) -> Ownership:
-        """Ownership in a stage of the regions ``[low, high)``."""
-        used_PR = self._used_PR[:, low:high]
-        held_P: BoolArray = self._table.uses_PR[:, high] > self._table.uses_PR[:, low]
-        table, used_PR = self._table, used_PR[held_P]
+    def of(self, low: int, high: int, ranks: int, *, even: bool = False) -> Ownership:
+        """Ownership in a stage of the regions ``[low, high)``; ``even``: ranks have pieces of what no other holds."""
+        uses_PR, table = self._table.uses_PR, self._table
+        held_P: BoolArray = uses_PR[:, high] > uses_PR[:, low]
+        even_P = (uses_PR[:, high] - uses_PR[:, low] == uses_PR[:, -1])[held_P] & even
+        used_PR = self._used_PR[held_P, low:high]
         # Stages of equal layers are alike wherever they lie, but for the ends of the network.
         key = (
             bytes([low == 0, high == self._used_PR.shape[1]]),
             ranks.to_bytes(8, "little"),
+            even_P.tobytes(),
             *(item[held_P].tobytes() for item in (table.dealt_P, table.is_first_P, table.bytes_P, table.trainable_P)),
             used_PR.tobytes(),
         )
         if key not in self._known:
-            self._known[key] = self._ownership(held_P, used_PR, ranks, low == 0, high == self._used_PR.shape[1])
+            owner_P, has_tail = self.owner(held_P, ranks, even_P), high == self._used_PR.shape[1]
+            self._known[key] = self._ownership(held_P, owner_P, used_PR, ranks, low == 0, has_tail)
         return self._known[key]
 
-    def together(self, ranges: Sequence[tuple[int, int]], ranks: int) -> Together:
+    def together(self, ranges: Sequence[tuple[int, int]], ranks: int, *, even: bool = False) -> Together:
         """What the fullest rank has of several stages whose parameters are dealt out together."""
         used_PR = np.concatenate([self._used_PR[:, low:high] for low, high in ranges], axis=1)
         held_P: BoolArray = np.any(used_PR, axis=1)
-        owner_P = self.owner(held_P, ranks)
-        trained, every = self._shares(held_P, owner_P, ranks)
+        even_P = (used_PR.sum(axis=1) == self._table.uses_PR[:, -1])[held_P] & even
+        owner_P = self.owner(held_P, ranks, even_P)
+        trained, every = self._shares(held_P, owner_P, ranks, sum(high - low for low, high in ranges))
         # What follows a region of a stage is a neighbour there; or, at a stage's ends, an end of any of them.
         ends = [at for low, high in ranges for at in (low, high - 1)]
         pairs = [(at, at + 1) for low, high in ranges for at in range(low, high - 1)]
@@ -137,17 +149,23 @@ class Owners:
         lacks_R = _most_elsewhere(padded(self._table.bytes_P[held_P]), owner_P, ranks, there_PR)
         return Together(trained=trained, every=every, away=float(lacks_R.max(initial=0.0)))
 
-    def _shares(self, held_P: BoolArray, owner_P: IntArray, ranks: int) -> tuple[float, float]:
-        """What the fullest rank owns of some parameters: of those that are trained, and of all."""
-        bytes_P = self._table.bytes_P[held_P]
-        trained_P = bytes_P * (self._table.trainable_P[held_P] > 0)
-        trained_N, every_N = (
-            np.bincount(owner_P, weights=weights_P, minlength=ranks) for weights_P in (trained_P, padded(bytes_P))
-        )
-        return float(trained_N.max(initial=0.0)), float(every_N.max(initial=0.0))
+    def _shares(self, held_P: BoolArray, owner_P: IntArray, ranks: int, units: int) -> tuple[float, float]:
+        """What the fullest rank has of some parameters, of so many units: of those that are trained, and of all."""
+        bytes_P, even_P = self._table.bytes_P[held_P], owner_P == NOBODY
+        trained_P, rounding = self._table.trainable_P[held_P] > 0, PIECE_BYTES * units * bool(even_P.any())
 
-    def owner(self, held_P: BoolArray | IntArray, ranks: int) -> IntArray:
-        """The rank that owns each of some parameters, where those that are not trained are dealt out too."""
+        def share(weights_P: FloatArray) -> float:
+            dealt_N = np.bincount(owner_P[~even_P], weights=weights_P[~even_P], minlength=ranks)
+            return float(dealt_N.max(initial=0.0) + weights_P[even_P].sum() / ranks) + rounding
+
+        return share(bytes_P * trained_P), share(padded(bytes_P))
+
+    def owner(self, held_P: BoolArray | IntArray, ranks: int, even_P: BoolArray | None = None) -> IntArray:
+        """The rank that owns each of some parameters, if any, where those that are not trained are dealt out too."""
+        if even_P is not None and even_P.any():
+            owner_P = np.full(len(even_P), NOBODY, dtype=np.int64)
+            owner_P[~even_P] = self.owner(np.arange(len(self._table.bytes_P))[held_P][~even_P], ranks)
+            return owner_P
         sizes_P, trained_P = self._table.dealt_P[held_P], self._table.is_first_P[held_P]
         if trained_P.all():
             return owners_of(sizes_P, ranks)
@@ -158,10 +176,10 @@ class Owners:
         return owner_P
 
     def _ownership(
-        self, held_P: BoolArray, used_PR: BoolArray, ranks: int, has_head: bool, has_tail: bool
+        self, held_P: BoolArray, owner_P: IntArray, used_PR: BoolArray, ranks: int, has_head: bool, has_tail: bool
     ) -> Ownership:
-        owner_P, padded_P = self.owner(held_P, ranks), padded(self._table.bytes_P[held_P])
-        trained, every = self._shares(held_P, owner_P, ranks)
+        padded_P = padded(self._table.bytes_P[held_P])
+        trained, every = self._shares(held_P, owner_P, ranks, used_PR.shape[1])
         if used_PR.shape[1] == 1:
             used_PR = np.repeat(used_PR, 2, axis=1)
 
@@ -188,6 +206,8 @@ class Owners:
 def _most_elsewhere(bytes_P: FloatArray, owner_P: IntArray, ranks: int, there_PR: BoolArray) -> FloatArray:
     """The most bytes that a rank needs of parameters that others own, of several sets of parameters; axis ``R``."""
     all_R: FloatArray = bytes_P @ there_PR
+    dealt_P = owner_P != NOBODY
+    bytes_P, owner_P, there_PR = bytes_P[dealt_P], owner_P[dealt_P], there_PR[dealt_P]
     if ranks > there_PR.sum(axis=0).max(initial=0):
         # Some rank owns none of them.
         return all_R

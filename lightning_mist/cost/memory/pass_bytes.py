@@ -60,6 +60,8 @@ class StageRuns(ArrayRecord):
         together_gradient_bytes_K: Of all its gradients, those that are made with gradients of inputs where weights'
             are made by themselves.
         imbalance_K: From ZeRO-2 on, what the fullest rank owns of all gradients beyond an equal share.
+        sent_K: From ZeRO-2 on, bytes that are there while gradients are reduced to be added, by theirs: pieces lie
+            beside the buffer.
         forward_away_AK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``A``).
     """
 
@@ -74,6 +76,7 @@ class StageRuns(ArrayRecord):
     last_gradient_bytes_K: FloatArray
     together_gradient_bytes_K: FloatArray
     imbalance_K: FloatArray
+    sent_K: FloatArray
     forward_away_AK: FloatArray
     backward_away_AK: FloatArray
     variant_K: IntArray | None = None
@@ -287,10 +290,11 @@ class PassBytes:
         most_AK = np.stack([away_AK[0], np.maximum(away_AK[1], away_AK[2]), *away_AK[2:]])
         return np.take_along_axis(most_AK, self._each(self._lists.where_JA), 0)
 
-    def _under_way(self, pending_K: FloatArray | float) -> FloatArray | float:
+    def _under_way(self, pending_K: FloatArray | float, times_K: FloatArray | float) -> FloatArray | float:
         """Gradients that are being reduced while a unit runs: of the unit above, or of a backward before."""
         is_pending_JA = self._lists.top_JA & (self._lists.tail_JA | self.loads.reduces)
-        return np.where(self._each(is_pending_JA), pending_K, self._of("above") * self._each(~self._lists.top_JA))
+        above_JK = times_K * self._of("above") * self._each(~self._lists.top_JA)
+        return np.where(self._each(is_pending_JA), pending_K, above_JK)
 
     def handed(self) -> FloatArray:
         """The part of ``saved_K`` that the next stage gets: it is gone when it has been sent."""
@@ -304,7 +308,7 @@ class PassBytes:
         runs, sharding = self.runs, self.loads.sharding
         if sharding is None:
             return np.zeros(len(runs))
-        return runs.gradient_bytes_K if sharding.is_one_unit else runs.last_gradient_bytes_K
+        return runs.sent_K * (runs.gradient_bytes_K if sharding.is_one_unit else runs.last_gradient_bytes_K)
 
     def forward_rows(self, *, temporaries: bool = True) -> FloatArray:
         """Bytes alive in the rows of a forward, beyond what exists when it begins; axes ``J`` and ``K``.
@@ -320,7 +324,7 @@ class PassBytes:
         found_JK = self._alive_JK + self._peak("backward", self.runs.backward_away_AK, temporaries=temporaries)
         if self.loads.sharding is None:
             return found_JK
-        return np.maximum(found_JK + self._under_way(self.pending()), self._reductions(0.0))
+        return np.maximum(found_JK + self._under_way(self.pending(), self.runs.sent_K), self._reductions(0.0))
 
     def first_backward_rows(self, *, temporaries: bool = True) -> FloatArray:
         """The same of the backward that makes the gradients, these included."""
@@ -331,7 +335,7 @@ class PassBytes:
         found_JK += (self.count_JK - 1) * np.maximum(made_JK - self._kept_JK, 0.0)
         found_JK += self._peak("first", runs.backward_away_AK, temporaries=temporaries)
         if loads.sharding is not None:
-            found_JK = np.maximum(found_JK + self._under_way(0.0), self._reductions(above_head_K))
+            found_JK = np.maximum(found_JK + self._under_way(0.0, 1.0), self._reductions(above_head_K))
         result_JK: FloatArray = found_JK + loads.factor * runs.imbalance_K
         return result_JK
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_mist.cost.inputs import (
     FloatArray,
@@ -35,7 +36,7 @@ from lightning_mist.cost.inputs import (
 )
 from lightning_mist.cost.memory import BUCKET_BYTES, HeldBytes, Holdings, MemoryModel
 from lightning_mist.cost.time.overlap import beyond_computing, interference_of
-from lightning_mist.cost.time.region_times import collective_seconds
+from lightning_mist.cost.time.region_times import collective_seconds, sharing_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.plan import ZeroStage
 
@@ -113,19 +114,21 @@ def reductions(
     candidates: StageCandidates,
     held: HeldBytes,
     backward_K: FloatArray,
+    *,
+    even: bool = False,
 ) -> Reductions:
-    """Seconds of reducing gradients and giving out parameters."""
+    """Seconds of reducing gradients and giving out parameters, of which ranks may have ``even`` pieces."""
     degree, zero_K, none_K = slot.shard_degree, candidates.zero_stage_K, np.zeros(len(candidates))
     whole_K = exposed_K = gather_K = none_K
     if degree > 1:
         machine, across = (profile, cluster), shard_nodes(cluster, slot) > 1
         shards_K = zero_K >= ZeroStage.OPTIMIZER
-        # Every owner has a bucket of its own at least.
-        reduce_K = bucketed_seconds(machine, slot, "reduce", held.trained_K, degree)
+        shares = even, candidates.is_dealt_K
+        reduce_K = bucketed_seconds(machine, slot, "reduce", held.trained_K, shares)
         whole_K = np.where(shards_K, reduce_K, bucketed_seconds(machine, slot, "all_reduce", held.trained_K))
         whole_K *= zero_K < ZeroStage.GRADIENTS
         exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=across)
-        gather_K = bucketed_seconds(machine, slot, "broadcast", held.trained_K, degree)
+        gather_K = bucketed_seconds(machine, slot, "broadcast", held.trained_K, shares)
         gather_K *= shards_K & (zero_K < ZeroStage.PARAMETERS)
     return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K)
 
@@ -135,34 +138,46 @@ def bucketed_seconds(
     slot: StageSlot,
     operation: str,
     trained_K: FloatArray,
-    messages: int = 1,
+    shares: tuple[bool, npt.ArrayLike] = (False, False),
 ) -> FloatArray:
     """Seconds of a collective over the ranks that ZeRO shards over, bucket by bucket.
 
     Args:
         trained_K: Bytes of all of them.
-        messages: The fewest buckets.
+        shares: As of :func:`~lightning_mist.cost.time.region_times.sharing_seconds`.
     """
     profile, cluster = machine
-    calls_K, nodes = np.maximum(messages, np.ceil(trained_K / BUCKET_BYTES)), shard_nodes(cluster, slot)
-    return collective_seconds(profile, operation, slot.shard_degree, nodes, trained_K, calls_K)
+    calls_K, group = np.maximum(1, np.ceil(trained_K / BUCKET_BYTES)), (slot.shard_degree, shard_nodes(cluster, slot))
+    if operation == "all_reduce":
+        return collective_seconds(profile, operation, *group, trained_K, calls_K)
+    # Every owner has a bucket of its own at least.
+    calls = np.maximum(slot.shard_degree, calls_K), calls_K
+    return sharing_seconds(profile, operation, group, trained_K, calls, shares)
 
 
 def unit_seconds(
-    profile: HardwareProfile, table: ParameterTable, degree: int, nodes: int
+    profile: HardwareProfile, table: ParameterTable, degree: int, nodes: int, shares: tuple[bool, bool] = (False, False)
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds in which every unit's communication among the data-parallel ranks of its stage happens.
 
+    Args:
+        shares: As of :func:`~lightning_mist.cost.time.region_times.sharing_seconds`.
+
     Returns:
-        Giving out its parameters, from their owners to all, with axis ``R``; and reducing the gradients that are
-        complete with it, from all to their owners, with axes ``FR``.
+        Giving out its parameters, from their owners, or who has pieces, to all, with axis ``R``; and reducing the
+        gradients that are complete with it, from all to these, with axes ``FR``.
     """
-    # Every owner sends what it owns of a unit as one message.
-    messages_R, reductions_FR = (np.minimum(degree, count) for count in (table.count_R, table.reductions_FR))
-    each = profile.overheads.unit_seconds * (degree > 1)
-    unshard_R = collective_seconds(profile, "broadcast", degree, nodes, table.used_R, messages_R)
-    reduce_FR = collective_seconds(profile, "reduce", degree, nodes, table.reduced_FR, reductions_FR)
-    return unshard_R + each * (table.used_R > 0), reduce_FR + each * (table.reduced_FR > 0)
+
+    def seconds(operation: str, bytes_R: FloatArray, count_R: FloatArray) -> FloatArray:
+        # Every owner sends what it owns of a unit as one message.
+        calls = np.minimum(degree, count_R), 1.0
+        found_R = sharing_seconds(profile, operation, (degree, nodes), bytes_R, calls, shares)
+        return found_R + profile.overheads.unit_seconds * (degree > 1) * (bytes_R > 0)
+
+    return (
+        seconds("broadcast", table.used_R, table.count_R),
+        seconds("reduce", table.reduced_FR, table.reductions_FR),
+    )
 
 
 def replicate_seconds(
@@ -176,7 +191,7 @@ def replicate_seconds(
     groups = slot.num_peers // slot.shard_degree
     if groups == 1:
         return np.zeros(len(candidates))
-    owned_K = holdings.shares(candidates, slot.shard_degree).trained_K
+    owned_K = holdings.owned(candidates, slot.shard_degree)
     are_sums_K = candidates.zero_stage_K >= ZeroStage.GRADIENTS
     low_K, high_K = covered(holdings.spec, candidates.start_K, candidates.end_K)
     units_K = np.ones(len(candidates)) if holdings.is_one_unit else high_K - low_K

@@ -227,6 +227,33 @@ def collective_seconds(
     return used + payload * share / cost.bytes_per_second
 
 
+PIECES = {"reduce": "reduce_scatter", "broadcast": "all_gather"}
+"""What takes the place of an operation from or to an owner where ranks have even pieces."""
+
+
+def sharing_seconds(
+    profile: HardwareProfile,
+    operation: str,
+    group: tuple[int, int],
+    payload_K: FloatArray,
+    calls: tuple[npt.ArrayLike, npt.ArrayLike],
+    shares: tuple[bool, npt.ArrayLike],
+) -> FloatArray:
+    """Seconds of reducing gradients to those who update them, or of giving out parameters (``"broadcast"``).
+
+    Args:
+        group: Ranks, and the nodes that they span.
+        calls: Messages to or from owners, and those where ranks have even pieces.
+        shares: Whether ranks may have pieces, and whether they have none all the same. Searches leave out what is
+            offloaded where nothing offloaded is as fast, so dealing never counts for less.
+    """
+    owners_K = collective_seconds(profile, operation, *group, payload_K, calls[0])
+    if not shares[0]:
+        return owners_K
+    pieces_K = collective_seconds(profile, PIECES[operation], *group, payload_K, calls[1])
+    return np.where(shares[1], np.maximum(owners_K, pieces_K), pieces_K)
+
+
 def ring_steps(operation: str, group_size: int) -> tuple[float, float]:
     """How often a ring passes on a message of an operation, and how often the payload goes over each link.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from lightning_mist.estimate.replay.rank_state import Flat, Held, ReplayedRank, UnitKey, padded
+from lightning_mist.estimate.replay.rank_state import FlatBuffer, Held, ReplayedRank, UnitKey, padded
 from lightning_mist.model.events import EventTape, Label, WeightGradient
 from lightning_mist.plan.mesh import sums_wholes
 from lightning_mist.schedule import Action, ActionKind
@@ -28,12 +28,12 @@ class Gradients:
         self._waiting: dict[str, list[int]] = {}
         self._final: frozenset[str] = frozenset()
         self._ready: set[str] = set()
-        self._launched: list[tuple[Flat, int]] = []
-        self._under_way: list[tuple[UnitKey, Flat, int]] = []
-        self._sums: dict[tuple[UnitKey, Flat], int] = {}
-        self._users: dict[Flat, int] = {}
-        self._there: dict[Flat, int] = {}
-        self._leaving: list[Flat] = []
+        self._launched: list[tuple[FlatBuffer, int, int]] = []
+        self._under_way: list[tuple[UnitKey, FlatBuffer, int, int]] = []
+        self._sums: dict[tuple[UnitKey | None, FlatBuffer], int] = {}
+        self._users: dict[FlatBuffer, int] = {}
+        self._there: dict[FlatBuffer, int] = {}
+        self._leaving: list[FlatBuffer] = []
         self._left = view.moved["gradients"]
         self._given: dict[tuple[int, int | None], list[int]] = {}
         self._sent: dict[UnitKey, list[int]] = {}
@@ -155,17 +155,19 @@ class Gradients:
         while len(self._launched) < len(buckets) and self._ready.issuperset(buckets[len(self._launched)].names):
             self._launch(buckets[len(self._launched)])
 
-    def _launch(self, bucket: Flat) -> None:
-        self._launched.append((bucket, self._take(bucket, "bucket of gradients")))
+    def _launch(self, bucket: FlatBuffer) -> None:
+        self._launched.append((bucket, *self._take(bucket, "bucket of gradients")))
 
-    def _take(self, flat: Flat, what: str) -> int:
-        """Copy gradients into a flat buffer; they are gone afterwards."""
+    def _take(self, flat: FlatBuffer, what: str) -> tuple[int, int]:
+        """Copy gradients into a flat buffer; they are gone afterwards. Its sum, or this rank's piece of it, stays."""
         identity = self._tape.malloc(flat.with_counts, Label("gradient_bytes", what))
         for name in flat.names:
             gradient = self.found.pop(name, None)
             if gradient is not None:
                 self._tape.free(gradient)
-        return identity
+        if not flat.piece:
+            return identity, identity
+        return identity, self._tape.malloc(flat.piece, Label("gradient_bytes", "this rank's piece of gradients"))
 
     def reduce(self) -> None:
         """Over the data-parallel ranks: afterwards gradients lie in flat buffers."""
@@ -176,23 +178,23 @@ class Gradients:
             return
         for bucket in self._view.dealt(self._left)[len(self._launched) :]:
             self._launch(bucket)
-        for bucket, identity in self._launched:
-            if bucket.owner in (None, self._view.mesh.shard_index):
-                self._keep(bucket, identity)
-            else:
+        for bucket, identity, mine in self._launched:
+            if bucket.owner in (None, self._shard_index):
+                self._keep(bucket, mine)
+            if mine != identity or bucket.owner not in (None, self._shard_index):
                 self._tape.free(identity)
         self._launched.clear()
         self._ready.clear()
 
-    def _keep(self, flat: Flat, identity: int) -> None:
+    def _keep(self, flat: FlatBuffer, identity: int) -> None:
         if self._factor > 1 and not self._view.reduces_units:
             identity = self._widened(flat, identity)
         self._flats[identity] = set(flat.names)
 
-    def _widened(self, flat: Flat, identity: int) -> int:
+    def _widened(self, flat: FlatBuffer, identity: int) -> int:
         """What has arrived, in the type of sums."""
         label = Label("gradient_bytes", "gradients that have arrived, added up")
-        total = self._tape.malloc(round(self._factor * flat.with_counts), label)
+        total = self._tape.malloc(round(self._factor * (flat.piece or flat.with_counts)), label)
         self._tape.free(identity)
         return total
 
@@ -263,12 +265,12 @@ class Gradients:
         if line.kind in (ActionKind.STORE_GRADIENTS, ActionKind.REDUCE_GRADIENTS) and not self._view.reduces_units:
             self._add_in_buffer(key, is_sent=line.kind is ActionKind.REDUCE_GRADIENTS and self._factor > 1)
         elif line.kind is ActionKind.STORE_GRADIENTS:
-            if any(unit == key and flat.leaves and flat.owner == mine for unit, flat, _ in self._under_way):
+            if any(unit == key and flat.leaves and flat.owner == mine for unit, flat, *_ in self._under_way):
                 self._settle()
         elif line.kind is ActionKind.REDUCE_GRADIENTS:
             self._settle()
             for flat in self._view.unit_gradients[key]:
-                self._under_way.append((key, flat, self._take(flat, "gradients of a unit on their way")))
+                self._under_way.append((key, flat, *self._take(flat, "gradients of a unit on their way")))
         elif line.kind is ActionKind.UNSHARD:
             self._unshard(key)
         elif line.kind is ActionKind.RESHARD:
@@ -296,7 +298,7 @@ class Gradients:
             label = Label("gradient_bytes", "gradients of a unit on their way")
             self._sent[key] = [self._tape.malloc(flat.with_counts, label) for flat in flats]
 
-    def _updated(self, key: UnitKey) -> list[Flat]:
+    def _updated(self, key: UnitKey) -> list[FlatBuffer]:
         """What of this rank's own in host memory is updated with a unit."""
         names, mine = {item.name for item in self._view.updated[key]}, self._shard_index
         flats = self._view.shards_of.get(key, ())
@@ -315,7 +317,7 @@ class Gradients:
             if flat.leaves or flat.owner != self._shard_index:
                 self._fetch(flat)
 
-    def _fetch(self, flat: Flat) -> None:
+    def _fetch(self, flat: FlatBuffer) -> None:
         if flat not in self._there:
             whose = "this rank, fetched" if flat.owner == self._shard_index else "other ranks, unsharded"
             self._there[flat] = self._tape.malloc(flat.bytes, Label("parameter_bytes", f"parameters of {whose}"))
@@ -327,11 +329,15 @@ class Gradients:
                 self._tape.free(self._there.pop(flat))
 
     def _settle(self) -> None:
-        """What is under way has arrived: owners add it up, others let go of it."""
-        for key, flat, identity in self._under_way:
-            if flat.owner == self._shard_index and not flat.leaves and (key, flat) not in self._sums:
-                self._sums[key, flat] = self._widened(flat, identity) if self._factor > 1 else identity
+        """What is under way has arrived: owners, or all, add up what is theirs and let go of the rest."""
+        for key, flat, identity, mine in self._under_way:
+            # Chunks that use the same parameters add to one piece.
+            place, is_mine = None if flat.piece else key, flat.piece or flat.owner == self._shard_index
+            if is_mine and not flat.leaves and (place, flat) not in self._sums:
+                self._sums[place, flat] = self._widened(flat, mine) if self._factor > 1 else mine
             else:
+                self._tape.free(mine)
+            if mine != identity:
                 self._tape.free(identity)
         self._under_way.clear()
 
@@ -349,12 +355,19 @@ class Gradients:
 
     def gather(self) -> None:
         """Give out what the optimizer updated: two flat buffers under way at once."""
-        under_way: list[int] = []
+        under_way: list[list[int]] = []
+        label = Label("transfer_bytes", "bucket of updated parameters")
         for bucket in self._view.buckets:
-            under_way.append(self._tape.malloc(bucket.bytes, Label("transfer_bytes", "bucket of updated parameters")))
+            # This rank's piece, where it has one, does not lie in one place among whole parameters.
+            sizes = (bucket.piece, bucket.bytes) if bucket.piece else (bucket.bytes,)
+            under_way.append([self._tape.malloc(size, label) for size in sizes])
             if len(under_way) == BUCKETS_IN_FLIGHT:
-                self._tape.free(under_way.pop(0))
-        for identity in under_way:
+                self._free(under_way.pop(0))
+        for identities in under_way:
+            self._free(identities)
+
+    def _free(self, identities: Collection[int]) -> None:
+        for identity in identities:
             self._tape.free(identity)
 
     def arrived(self, key: tuple[int, int | None]) -> None:

@@ -177,7 +177,7 @@ def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None 
     sizes = {item.name: (item.bytes, re.sub(r"\d+", "*", item.name) if moves else "") for item in part.parameters}
     loads: dict[int, list[tuple[int, str]]] = {}
     for item in held_parameters(plan, spec.module_map) if plan.stages[group].zero_stage else ():
-        if group in item.stages:
+        if group in item.stages and not item.is_even:
             loads.setdefault(item.owner(group), []).append(sizes[item.name])
     # Tensor-parallel ranks hold parts of the same size of everything.
     for index, rank in enumerate(mesh.devices[:: mesh.tensor_parallel_degree]):

@@ -12,6 +12,7 @@ from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, n
 from lightning_mist.plan.messages import overlaps, side_of
 from lightning_mist.plan.sharding import deal_buckets
 from lightning_mist.plan.tensor_split import stripes_of
+from lightning_mist.schedule.flats import Flat, stage_flats
 from lightning_mist.schedule.stage_program import StageUnits
 from lightning_mist.schedule.stage_units import (
     ShardUnit,
@@ -60,13 +61,14 @@ class Held:
         return self.item.requires_grad
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flat:
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
     """Parameters that travel in one flat buffer.
 
     Attributes:
         owner: The place in a shard group that they belong to; ``None`` if to all.
         leaves: Whether what they hold is in host memory while nobody uses it.
+        piece: Bytes of each rank's even piece, where ranks have these; then the buffer has so many of them.
     """
 
     names: tuple[str, ...]
@@ -74,11 +76,12 @@ class Flat:
     itemsize: int
     owner: int | None
     leaves: bool = False
+    piece: int = 0
 
     @property
     def with_counts(self) -> int:
-        """Bytes with one number per parameter at the end, as gradients travel."""
-        return self.bytes + len(self.names) * self.itemsize
+        """Bytes with one number per parameter at the end, as gradients travel to owners."""
+        return self.bytes + len(self.names) * self.itemsize * (not self.piece)
 
 
 class ReplayedRank:
@@ -128,6 +131,30 @@ class ReplayedRank:
         return frozenset(item.name for item in self.mesh.owned)
 
     @cached_property
+    def even(self) -> dict[Flat, FlatBuffer]:
+        """Flat buffers of which every rank of the shard group has an even piece."""
+        found = {}
+        for flat in stage_flats(self.plan, self.module_map, self.mesh.stage):
+            size = self.by_name[flat.names[0]].itemsize
+            piece = flat.piece * size
+            found[flat] = FlatBuffer(flat.names, piece * flat.degree, size, owner=None, piece=piece)
+        return found
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """Bytes of what its optimizer updates of each trained parameter of its, if anything."""
+        found = {item.name: item.bytes for item in self.held if item.is_trained and item.name in self.owned}
+        for flat, buffer in self.even.items():
+            for index, name in enumerate(flat.names if flat.is_trained else ()):
+                low, high = flat.span(index, self.mesh.shard_index)
+                found[name] = (high - low) * buffer.itemsize
+        return {name: size for name, size in found.items() if size}
+
+    @cached_property
+    def _evens(self) -> frozenset[str]:
+        return frozenset(name for flat in self.even for name in flat.names)
+
+    @cached_property
     def regions_of(self) -> dict[str, dict[int, tuple[int, ...]]]:
         """By parameter and stage of this rank: the regions there that use it, ascending."""
         found: dict[str, dict[int, tuple[int, ...]]] = {}
@@ -159,20 +186,22 @@ class ReplayedRank:
         return batches_of(self.plan, self.rank)
 
     @cached_property
-    def buckets(self) -> tuple[Flat, ...]:
+    def buckets(self) -> tuple[FlatBuffer, ...]:
         """Flat buffers in which parameters travel that ZeRO-1 and ZeRO-2 give back."""
         return self.dealt(frozenset())
 
-    def dealt(self, left: frozenset[str]) -> tuple[Flat, ...]:
+    def dealt(self, left: frozenset[str]) -> tuple[FlatBuffer, ...]:
         """Those in which gradients travel, but for those that are in host memory."""
-        trained = [item for item in reversed(self.held) if item.is_trained and item.name not in left]
+        away = left | self._evens
+        trained = [item for item in reversed(self.held) if item.is_trained and item.name not in away]
         keys = [(item.owner if self.mesh.is_sharded else None, item.dtype) for item in trained]
         dealt = deal_buckets([item.bytes for item in trained], keys)
-        return tuple(self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
+        rest = (self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
+        return (*(flat for even, flat in self.even.items() if even.is_trained), *rest)
 
-    def _flat(self, items: Sequence[Held], owner: int | None) -> Flat:
+    def _flat(self, items: Sequence[Held], owner: int | None) -> FlatBuffer:
         names, size = tuple(item.name for item in items), sum(item.bytes for item in items)
-        return Flat(names=names, bytes=size, itemsize=items[0].itemsize, owner=owner)
+        return FlatBuffer(names, size, items[0].itemsize, owner=owner)
 
     @cached_property
     def units(self) -> dict[int, tuple[ShardUnit, ...]]:
@@ -209,16 +238,18 @@ class ReplayedRank:
         return self.zero_stage >= ZeroStage.GRADIENTS
 
     @cached_property
-    def unit_gradients(self) -> dict[UnitKey, tuple[Flat, ...]]:
+    def unit_gradients(self) -> dict[UnitKey, tuple[FlatBuffer, ...]]:
         """Flat buffers in which the gradients of every unit travel."""
         found = {}
         for stage, units in self.units.items():
             for unit in units:
-                items = [self.by_name[name] for name in unit.reduced]
-                found[stage, unit.unit] = self.by_owner(items, self.moved["gradients"])
+                key = stage, unit.unit
+                items = [self.by_name[name] for name in unit.reduced if name not in self._evens]
+                even = (flat for item, flat in self.even.items() if item.is_trained and key in item.reduced)
+                found[key] = (*even, *self.by_owner(items, self.moved["gradients"]))
         return found
 
-    def by_owner(self, items: Sequence[Held], left: frozenset[str] = frozenset()) -> tuple[Flat, ...]:
+    def by_owner(self, items: Sequence[Held], left: frozenset[str] = frozenset()) -> tuple[FlatBuffer, ...]:
         """Flat buffers in which parameters of a unit, or their gradients, travel."""
         together: dict[tuple[int, bool, str], list[Held]] = {}
         for item in items:
@@ -226,7 +257,7 @@ class ReplayedRank:
         return tuple(replace(self._flat(found, key[0]), leaves=key[1]) for key, found in together.items())
 
     @cached_property
-    def shards(self) -> tuple[tuple[Flat, tuple[UnitKey, ...]], ...]:
+    def shards(self) -> tuple[tuple[FlatBuffer, tuple[UnitKey, ...]], ...]:
         """Flat storages of parameters that are there while they are used, each with the units that use it."""
         users: dict[str, list[UnitKey]] = {}
         for stage, units in self.units.items():
@@ -235,21 +266,21 @@ class ReplayedRank:
                     users.setdefault(name, []).append((stage, unit.unit))
         together: dict[tuple[tuple[UnitKey, ...], int, bool, bool, str], list[Held]] = {}
         is_shared = self.zero_stage >= ZeroStage.PARAMETERS
-        for item in self.held:
+        for item in (item for item in self.held if item.name not in self._evens):
             leaves, owner = item.name in self.moved["parameters"], item.owner if is_shared else self.mesh.shard_index
             key = tuple(users.get(item.name, ())), owner, leaves, item.is_trained or not leaves, item.dtype
             if is_shared or leaves:
                 together.setdefault(key, []).append(item)
-        result = []
+        result = [(flat, even.users) for even, flat in self.even.items() if is_shared]
         for (keys, owner, leaves, *_), items in together.items():
             size = sum(-(-item.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for item in items)
             result.append((replace(self._flat(items, owner), bytes=size, leaves=leaves), keys))
         return tuple(result)
 
     @cached_property
-    def shards_of(self) -> dict[UnitKey, tuple[Flat, ...]]:
+    def shards_of(self) -> dict[UnitKey, tuple[FlatBuffer, ...]]:
         """Those that each unit uses."""
-        found: dict[UnitKey, list[Flat]] = {}
+        found: dict[UnitKey, list[FlatBuffer]] = {}
         for flat, keys in self.shards:
             for key in keys:
                 found.setdefault(key, []).append(flat)

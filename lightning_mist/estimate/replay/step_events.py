@@ -1,6 +1,7 @@
 """Optimizer steps of one rank: what is there from the start, batches, the optimizer's update."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
@@ -78,8 +79,8 @@ class Run:
         view, tape = self._view, self._tape
         tape.mark("set-up")
         for flat, _ in view.shards:
-            if flat.owner == view.mesh.shard_index and not flat.leaves:
-                tape.malloc(flat.bytes, Label("parameter_bytes", "parameters of a unit"))
+            if flat.piece or (flat.owner == view.mesh.shard_index and not flat.leaves):
+                tape.malloc(flat.piece or flat.bytes, Label("parameter_bytes", "parameters of a unit"))
         in_units = {name for flat, _ in view.shards for name in flat.names}
         for item in (item for item in view.held if item.name not in in_units):
             tape.malloc(item.bytes, Label("parameter_bytes", item.name, dtype=item.dtype))
@@ -102,7 +103,9 @@ class Run:
             tape.malloc(size, Label("batch_bytes", "its own batch" if index == 0 else "a batch that it computes on"))
 
     def _updated_here(self, items: Sequence[Held]) -> list[Held]:
-        return [item for item in items if item.is_trained and item.name in self._view.owned]
+        """What this rank updates, with the bytes of its part."""
+        parts = self._view.parts
+        return [replace(item, bytes=parts[item.name]) for item in items if item.name in parts]
 
     def _state(self, item: Held) -> list[int]:
         """Bytes of state of one parameter: as many tensors of its size as there are, and the rest."""

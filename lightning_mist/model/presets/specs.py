@@ -370,7 +370,7 @@ def preset_spec(
             if divides(shape, degree)
             for sequence in (False, True)
         ),
-    )
+    ).evenly()
 
 
 def _split(

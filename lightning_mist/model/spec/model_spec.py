@@ -446,6 +446,11 @@ class ModelSpec:
         found = self if method.checkpointing == "full" else self._by_operator()
         return found if method.tail_chunks == 1 else found._in_chunks(method.tail_chunks)
 
+    def evenly(self) -> "ModelSpec":
+        """The network as fits share it out whose optimizer treats every entry by itself: ranks have even pieces."""
+        even = replace(self.module_map, even_shards=self.optimizer.is_entrywise)
+        return replace(self, module_map=even)
+
     def _in_chunks(self, count: int) -> "ModelSpec":
         """The network whose tail takes chunks: of tokens, as far as is known, or of rows."""
         length, lap = self.sequence_length, self.module_map.lap or 0

@@ -191,7 +191,8 @@ class HeldBounds:
                 is_summed=kind == "gradients",
                 in_parts=in_parts,
             )
-        return least_XK
+        # Whoever offloads nothing may have an even piece.
+        return np.minimum(least_XK, held_XK) if self.memory.spec.module_map.even_shards else least_XK
 
 
 def buffered_share(layers_K: IntArray) -> FloatArray:
@@ -477,6 +478,7 @@ def _least_once(
         # Runs have corrected each term by itself.
         return np.zeros_like(trained_XK), np.zeros_like(trained_XK)
     machine, degree = (model.profile, model.cluster), slot.shard_degree
+    ways = model.spec.module_map.even_shards, False
     across = shard_nodes(model.cluster, slot) > 1
     beside = interference_of(*machine), across
     found = []
@@ -488,10 +490,9 @@ def _least_once(
         update_XK = step_seconds_once(machine, model.spec, slot, (trained_XK, none_XK, owned_XK), flags)
         averaged_XK = given_XK = none_XK
         if degree > 1 and not reduces:
-            operation, messages = ("reduce", degree) if shares else ("all_reduce", 1)
-            averaged_XK = bucketed_seconds(machine, slot, operation, trained_XK, messages)
+            averaged_XK = bucketed_seconds(machine, slot, "reduce" if shares else "all_reduce", trained_XK, ways)
         if gives:
-            given_XK = bucketed_seconds(machine, slot, "broadcast", trained_XK, degree)
+            given_XK = bucketed_seconds(machine, slot, "broadcast", trained_XK, ways)
         both_XK = update_XK + beyond_computing(backward_XK, averaged_XK, *beside)
         found.append((both_XK + given_XK, both_XK + beyond_computing(forward_XK + update_XK, given_XK, *beside)))
     behind, inside = (np.min(items, axis=0) for items in zip(*found, strict=True))

@@ -37,10 +37,11 @@ def slot_of(index, count, **given):
     return StageSlot(stage_index=index, num_stages=count, **{**sizes, **given})
 
 
+@pytest.mark.parametrize("network", [NETWORK, NETWORK.evenly()], ids=["dealt", "even"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize(("index", "count", "degree"), [(0, 1, 2), (0, 3, 3), (1, 3, 1), (2, 3, 2), (1, 4, 2)])
-def test_peaks_and_host_memory(index, count, degree, schedule):
-    model, slot = MemoryModel(NETWORK), slot_of(index, count, data_parallel_degree=degree, schedule=schedule)
+def test_peaks_and_host_memory(index, count, degree, schedule, network):
+    model, slot = MemoryModel(network), slot_of(index, count, data_parallel_degree=degree, schedule=schedule)
     some, moments = stages(index, count), device_moments(index, count, 6, schedule)
     parts = OffloadParts.of(model, slot, some, RATIOS)
     updated = itertools.product(RATIOS.parameters, RATIOS.gradients, RATIOS.optimizer)
@@ -55,7 +56,7 @@ def test_peaks_and_host_memory(index, count, degree, schedule):
 
 
 def test_some_of_several():
-    model, moments = MemoryModel(NETWORK), device_moments(1, 3, 6)
+    model, moments = MemoryModel(NETWORK.evenly()), device_moments(1, 3, 6)
     every = OffloadParts.of(model, slot_of(1, 3), stages(1, 3), RATIOS)
     at = np.array([len(every) - 1, 0, 2])
     assert np.array_equal(every.take(at).peaks(moments), every.peaks(moments)[at])

@@ -59,6 +59,7 @@ def stages(rng, layers, variants, sharding):
         away_AK[1] = np.where(several_K, away_AK[1] + away_AK[2], 0.0)
     head_K, tail_K, rest_K = bytes_of() * (start_K == 0), bytes_of() * (end_K == layers), bytes_of()
     return StageRuns(
+        sent_K=np.ones(len(each)),
         start_K=start_K,
         middle_K=middle_K,
         end_K=end_K,
