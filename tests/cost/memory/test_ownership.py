@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.inputs.parameter_table import ParameterTable
-from lightning_mist.cost.memory.ownership import Owners, owners_of
+from lightning_mist.cost.memory.ownership import PIECE_BYTES, Owners, owners_of
 from lightning_mist.plan.sharding import assign_owners
+from lightning_mist.schedule.flats import stage_flats
+from tests.integration.parity import make_plan
 from tests.specs import spec
 
 NETWORK = spec(3, parameter_bytes=40_000, edge_bytes=100_000, frozen=("blocks.1.weight",))
@@ -103,3 +105,41 @@ def test_what_others_own_by_brute_force(ranks):
                 assert away.first == lacks[1]
             if high == 7 and 6 in lacks:
                 assert away.tail == lacks[6]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("layers", [[5], [2, 3]])
+@pytest.mark.parametrize("tied", [False, True])
+def test_even_pieces_are_those_of_the_layout(tied, layers, ranks, zero):
+    network = spec(5, kinds=(0, 1, 0, 1, 1), parameter_bytes=51_200, widths=(1000, 1400), tied=tied, frozen=FROZEN)
+    plan = make_plan(layers, degrees=[ranks] * len(layers), parts=2, zero=zero)
+    for group, (first, end) in enumerate(plan.bounds):
+        low, high = first + (first > 0), end + 1 + (end == 5)
+        found = owners(network).of(low, high, ranks, even=True)
+        flats = stage_flats(plan, network.evenly().module_map, group)
+        # Of what both stages hold one rank has everything.
+        dealt = 80_000 if tied and len(layers) > 1 else 0
+        for shares, pieces in (
+            (found.trained, [4 * flat.piece for flat in flats if flat.is_trained]),
+            (found.every, [4 * flat.piece for flat in flats]),
+        ):
+            if zero == 3 or shares == found.trained:
+                assert sum(pieces) + dealt <= shares + PIECE_BYTES * len(pieces)
+                assert shares <= sum(pieces) + dealt + PIECE_BYTES * (high - low)
+
+
+def test_nobody_owns_what_ranks_have_pieces_of():
+    table, used_PR = ParameterTable.of(NETWORK), np.diff(ParameterTable.of(NETWORK).uses_PR, axis=1) > 0
+    found, dealt = (owners().of(0, 5, 2, even=even) for even in (True, False))
+    whole = [float(table.bytes_P[used_PR[:, r] | used_PR[:, r + 1]].sum()) for r in range(4)]
+    assert (found.forward.head, found.forward.first, found.backward.tail) == (whole[0], whole[1], whole[3])
+    assert dealt.backward.tail < found.backward.tail
+
+
+def test_chunks_of_a_group_have_pieces_of_what_only_they_hold():
+    network = spec(4, parameter_bytes=51_200, tied=True)
+    both = owners(network).together([(0, 2), (4, 6)], 2, even=True)
+    assert both.trained == pytest.approx((80_000 + 2 * 51_712) / 2, abs=4 * PIECE_BYTES)
+    one = owners(network).together([(0, 2), (3, 4)], 2, even=True)
+    assert one.trained == pytest.approx(80_000 + 2 * 51_712 / 2, abs=4 * PIECE_BYTES)

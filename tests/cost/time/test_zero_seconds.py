@@ -11,7 +11,7 @@ from lightning_mist.cost.time.communication import unit_seconds
 from lightning_mist.cost.time.offload_loads import unit_loads
 from lightning_mist.cost.time.overlap import FREE
 from lightning_mist.cost.time.pass_seconds import RowSums
-from lightning_mist.cost.time.region_times import RegionSeconds
+from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds
 from lightning_mist.cost.time.zero_seconds import Beside, shared_seconds
 from lightning_mist.schedule import ActionKind, ActionSeconds
 from lightning_mist.schedule.orders import generate
@@ -76,6 +76,17 @@ def test_a_whole_network_equals_walking_through_its_units(zero, checkpointed):
     total += unshard[0] + reduce[0]
     computed = COMPUTE.forward_R.sum() + COMPUTE.backward_R.sum() + COMPUTE.forward_R[1 : 1 + checkpointed].sum()
     assert sum(exposed(0, 3, checkpointed=checkpointed, zero=zero)) == pytest.approx(total - computed)
+
+
+def test_pieces_travel_in_one_message_and_dealing_out_never_takes_less():
+    table, hardware = Holdings(NETWORK).table, profile()
+    dealt, even, slower = (
+        unit_seconds(hardware, table, 2, 1, ways) for ways in ((False, True), (True, False), (True, True))
+    )
+    asked = ("all_gather", table.used_R), ("reduce_scatter", table.reduced_FR)
+    for (operation, bytes_R), dealt_R, even_R, slower_R in zip(asked, dealt, even, slower, strict=True):
+        assert (even_R == collective_seconds(hardware, operation, 2, 1, bytes_R)).all()
+        assert (slower_R == np.maximum(dealt_R, even_R)).all()
 
 
 def test_where_channels_take_turns_beside_each_other_nothing_hides():

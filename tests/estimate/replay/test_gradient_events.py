@@ -10,9 +10,9 @@ from tests.specs import spec
 LABEL = Label("gradient_bytes", "gradient")
 
 
-def make(plan, rank=0, *, in_buckets=False, **network):
+def make(plan, rank=0, *, in_buckets=False, even=False, **network):
     found = with_events(spec(4, **network), tied=network.get("tied", False))
-    tape = EventTape()
+    found, tape = found.evenly() if even else found, EventTape()
     return tape, Gradients(tape, ReplayedRank(found, found, plan, rank), in_buckets=in_buckets)
 
 
@@ -104,6 +104,59 @@ def test_distributed_data_parallel_keeps_gradients_in_its_buckets():
     gradients.complete(gradients.names[0])
     gradients.reduce()
     assert alive(tape) == []
+
+
+def fill(tape, gradients, flat):
+    for name in flat.names:
+        gradients.found[name] = tape.malloc(gradients._view.by_name[name].bytes, LABEL)
+
+
+def test_a_rank_keeps_its_piece_of_a_unit_and_adds_to_it():
+    tape, gradients = make(make_plan([4], degrees=[2], parts=2, zero=2), 1, even=True)
+    line, (flat,) = Action(0, ActionKind.REDUCE_GRADIENTS, None, 1), gradients._view.unit_gradients[0, 1]
+    assert (flat.bytes, flat.with_counts) == (2 * flat.piece, flat.bytes)
+    for before in ([], [flat.piece]):
+        fill(tape, gradients, flat)
+        gradients.line(line)
+        assert alive(tape) == [*before, flat.piece, flat.bytes]
+        gradients._settle()
+        assert alive(tape) == [flat.piece]
+    gradients.reduce()
+    for name in flat.names:
+        gradients.drop(name)
+    assert alive(tape) == []
+
+
+def test_pieces_of_zero_1_arrive_beside_their_buffers():
+    tape, gradients = make(make_plan([4], degrees=[2], parts=2, zero=1), even=True)
+    (flat,) = gradients._view.buckets
+    fill(tape, gradients, flat)
+    gradients.expect(gradients.names[0])
+    gradients.complete(gradients.names[0])
+    assert alive(tape) == [flat.piece, flat.bytes]
+    gradients.reduce()
+    assert alive(tape) == [flat.piece]
+    gradients.gather()
+    assert max(size for size in tape.bytes()) == flat.bytes
+    assert alive(tape) == [flat.piece]
+
+
+def test_all_of_a_unit_is_fetched_where_ranks_have_pieces():
+    tape, gradients = make(make_plan([4], degrees=[2], parts=2, zero=3), 1, even=True, frozen=("blocks.1.weight",))
+    flats = gradients._view.shards_of[0, 1]
+    assert [flat.names for flat in flats] == [("blocks.1.weight",), ("blocks.1.bias",)]
+    gradients.line(Action(0, ActionKind.UNSHARD, None, 1))
+    assert alive(tape) == sorted(flat.bytes for flat in flats)
+    gradients.line(Action(0, ActionKind.RESHARD, None, 1))
+    assert alive(tape) == []
+
+
+def test_ranks_update_what_lies_in_their_pieces():
+    plan = make_plan([4], degrees=[3], parts=1, zero=2)
+    views = [make(plan, rank, even=True)[1]._view for rank in range(3)]
+    for name, item in views[0].by_name.items():
+        assert sum(view.parts.get(name, 0) for view in views) == item.bytes
+    assert max(sum(view.parts.values()) for view in views) <= sum(flat.piece for flat in views[0].buckets)
 
 
 def test_tied_parameters_of_two_groups_are_summed_in_flat_buffers():

@@ -128,7 +128,7 @@ def test_where_several_stages_take_all_the_time_a_single_one_is_still_looked_at(
 def test_a_single_stage_is_compared_with_if_it_is_faster_than_a_known_plan(factor, monkeypatch):
     spec = spec_of(PRESETS["gpt3-1.3b"], "gpt3-1.3b", "1x2xL4", rows=16, sequence_length=2048)
     planner = Planner(spec, parse_cluster("1x2xL4"))
-    stages = planner.stages(planner.space(64, SearchSpace(offload=())), 20 << 30)
+    stages = planner.stages(planner.space(64, SearchSpace(offload=())), 17 << 30)
     below = factor * searched(stages).least
     found = searched(stages, below=below).found
     monkeypatch.setattr(OPTIONS, "likely", 0.0)
