@@ -411,7 +411,6 @@ class MemoryModel:
         if slot.shard_degree > 1:
             plain_K, reduces_K = self.plain(slot, candidates), zero_K < ZeroStage.GRADIENTS
             gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
-            # This rank's pieces lie beside the buffers that they come from, and go to.
             even_K = gathers_K & self.holdings.is_even(candidates)
             if plain_K is not None:
                 filled_K = np.where(plain_K, held.trained_K, filled_K)
@@ -420,12 +419,13 @@ class MemoryModel:
             costs = self.costs(slot.rows, slot.context_parallel_degree)
             sent_K = costs.boundary_B[candidates.start_K] + 3 * costs.gradient_boundary_B[candidates.start_K]
             filled = {"transfer_bytes": sent_K * reduces_K, "working_bytes": filled_K * reduces_K}
-            if factor == 1.0:
-                filled["gradient_bytes"] = owned_K * (even_K & reduces_K)
-            result.append(("gradient reduction", filled))
             flat_K = np.where(even_K & ~reduces_K, held.unit_K, _bucket(held))
             gathered_K = np.minimum(BUCKETS_IN_FLIGHT * flat_K, held.trained_K) * gathers_K
-            gathered_K = gathered_K * (1 + even_K / slot.shard_degree)
+            if factor == 1.0:
+                # This rank's pieces lie beside the buffers that they come from, and one beside that which it goes to.
+                filled["gradient_bytes"] = owned_K * (even_K & reduces_K)
+                gathered_K = gathered_K + even_K * np.minimum(flat_K, held.trained_K) / slot.shard_degree
+            result.append(("gradient reduction", filled))
             result.append(("parameter gathering", {"gradient_bytes": updated_K, "working_bytes": gathered_K}))
         return result
 

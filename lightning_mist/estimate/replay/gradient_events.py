@@ -355,19 +355,16 @@ class Gradients:
 
     def gather(self) -> None:
         """Give out what the optimizer updated: two flat buffers under way at once."""
-        under_way: list[list[int]] = []
+        under_way: list[int] = []
         label = Label("transfer_bytes", "bucket of updated parameters")
         for bucket in self._view.buckets:
-            # This rank's piece, where it has one, does not lie in one place among whole parameters.
-            sizes = (bucket.piece, bucket.bytes) if bucket.piece else (bucket.bytes,)
-            under_way.append([self._tape.malloc(size, label) for size in sizes])
+            under_way.append(self._tape.malloc(bucket.bytes, label))
+            if bucket.piece and self._factor == 1:
+                # This rank's piece is put together from whole parameters.
+                self._tape.free(self._tape.malloc(bucket.piece, label))
             if len(under_way) == BUCKETS_IN_FLIGHT:
-                self._free(under_way.pop(0))
-        for identities in under_way:
-            self._free(identities)
-
-    def _free(self, identities: Collection[int]) -> None:
-        for identity in identities:
+                self._tape.free(under_way.pop(0))
+        for identity in under_way:
             self._tape.free(identity)
 
     def arrived(self, key: tuple[int, int | None]) -> None:

@@ -196,8 +196,12 @@ class ReplayedRank:
         trained = [item for item in reversed(self.held) if item.is_trained and item.name not in away]
         keys = [(item.owner if self.mesh.is_sharded else None, item.dtype) for item in trained]
         dealt = deal_buckets([item.bytes for item in trained], keys)
-        rest = (self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
-        return (*(flat for even, flat in self.even.items() if even.is_trained), *rest)
+        rest = tuple(self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
+        if not self.even:
+            return rest
+        places = {item.name: place for place, item in enumerate(reversed(self.held))}
+        found = (*rest, *(flat for even, flat in self.even.items() if even.is_trained))
+        return tuple(sorted(found, key=lambda flat: max(places[name] for name in flat.names)))
 
     def _flat(self, items: Sequence[Held], owner: int | None) -> FlatBuffer:
         names, size = tuple(item.name for item in items), sum(item.bytes for item in items)
