@@ -112,6 +112,18 @@ class _Send:
         self.work.wait()
 
 
+class _Piece(_Send):
+    """A sum of which a rank gets its piece, in memory of its own."""
+
+    def __init__(self, work: Work, tensor: torch.Tensor) -> None:
+        super().__init__(work, tensor)
+        self.piece = torch.empty_like(tensor[0])
+
+    def result(self) -> torch.Tensor:
+        with _disable_current_modes():
+            return self.piece.copy_(self.work.result())
+
+
 class Elsewhere:
     """A transport whose copies and sums no meter sees: in this process they touch tensors of several ranks at once."""
 
@@ -126,7 +138,8 @@ class Elsewhere:
         def call(*args: Any, **kwargs: Any) -> Any:
             with _disable_current_modes():
                 result = value(*args, **kwargs)
-            return _Send(result, args[0]) if name == "isend" else result
+            kept = {"isend": _Send, "reduce_scatter": _Piece}
+            return kept[name](result, args[0]) if name in kept else result
 
         return call
 
