@@ -2,7 +2,7 @@
 
 from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut
 from lightning_mist.cost.memory.memory_model import (
-    BUCKET_BYTES,
+    BUCKETS_IN_FLIGHT,
     TERMS,
     MemoryModel,
     StageMemory,
@@ -13,6 +13,7 @@ from lightning_mist.cost.memory.moments import Moment, Moments, device_moments, 
 from lightning_mist.cost.memory.offload_bytes import BUFFERS, LEAST_BYTES
 from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
 from lightning_mist.cost.memory.offload_shares import OffloadedBytes, StateShares
+from lightning_mist.cost.memory.ownership import ALIGNMENT_BYTES
 from lightning_mist.cost.memory.stage_bytes import (
     Bytes,
     NeedTerms,

@@ -54,6 +54,7 @@ from lightning_mist.cost.memory.split_backward import SplitBackward, SplitBackwa
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds, Updates, parts_of, terms_at
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
+from lightning_mist.plan.sharding import BUCKET_BYTES
 from lightning_mist.plan.tensor_split import stripes_of
 
 TERMS = (
@@ -69,9 +70,6 @@ TERMS = (
 )
 """Terms of a peak. Where a backward makes the gradients they are part of ``working_bytes``; ``offload_bytes`` are the
 buffers of what passes between device and host memory."""
-
-BUCKET_BYTES = 25 * 2**20
-"""Capacity of a gradient bucket: the default ``bucket_cap_mb`` of ``torch.nn.parallel.DistributedDataParallel``."""
 
 MOST_VARIANTS = 16
 """Sets of variants of a network that are kept."""

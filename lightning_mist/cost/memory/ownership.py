@@ -25,11 +25,8 @@ from lightning_mist.schedule.flats import ALIGNMENT
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storages of ZeRO-3, as the runtime lays them out."""
 
-PIECE_BYTES = 4 * ALIGNMENT
-"""By less a piece of a flat buffer of 32 bits is rounded up."""
-
-NOBODY = -1
-"""The owner of what ranks have even pieces of."""
+PIECE_BYTES, NOBODY = 4 * ALIGNMENT, -1
+"""By less a piece of a flat buffer of 32 bits is rounded up; the owner of what ranks have even pieces of."""
 
 MOST = 1024
 """Stages whose owners are kept: 16 bytes per parameter each, so some megabytes for networks of hundreds."""

@@ -34,11 +34,12 @@ from lightning_mist.cost.inputs import (
     StageSlot,
     covered,
 )
-from lightning_mist.cost.memory import BUCKET_BYTES, HeldBytes, Holdings, MemoryModel
+from lightning_mist.cost.memory import HeldBytes, Holdings, MemoryModel
 from lightning_mist.cost.time.overlap import beyond_computing, interference_of
 from lightning_mist.cost.time.region_times import collective_seconds, sharing_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.plan import ZeroStage
+from lightning_mist.plan.sharding import BUCKET_BYTES
 
 SeamEnd: TypeAlias = tuple[HardwareProfile, int]
 """What the devices of one part of a cluster do with nodes of other parts, and how many of them each node has."""

@@ -227,10 +227,6 @@ def collective_seconds(
     return used + payload * share / cost.bytes_per_second
 
 
-PIECES = {"reduce": "reduce_scatter", "broadcast": "all_gather"}
-"""What takes the place of an operation from or to an owner where ranks have even pieces."""
-
-
 def sharing_seconds(
     profile: HardwareProfile,
     operation: str,
@@ -247,10 +243,11 @@ def sharing_seconds(
         shares: Whether ranks may have pieces, and whether they have none all the same. Searches leave out what is
             offloaded where nothing offloaded is as fast, so dealing never counts for less.
     """
+    by_pieces = "reduce_scatter" if operation == "reduce" else "all_gather"
     owners_K = collective_seconds(profile, operation, *group, payload_K, calls[0])
     if not shares[0]:
         return owners_K
-    pieces_K = collective_seconds(profile, PIECES[operation], *group, payload_K, calls[1])
+    pieces_K = collective_seconds(profile, by_pieces, *group, payload_K, calls[1])
     return np.where(shares[1], np.maximum(owners_K, pieces_K), pieces_K)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from lightning_mist.cost.memory import BUCKETS_IN_FLIGHT
 from lightning_mist.estimate.replay.rank_state import FlatBuffer, Held, ReplayedRank, UnitKey, padded
 from lightning_mist.model.events import EventTape, Label, WeightGradient
 from lightning_mist.plan.mesh import sums_wholes
@@ -378,7 +379,3 @@ class Gradients:
             self._tape.free(identity)
         self.found.clear()
         self._flats.clear()
-
-
-BUCKETS_IN_FLIGHT = 2
-"""Buckets of updated parameters under way at once, as in the runtime."""

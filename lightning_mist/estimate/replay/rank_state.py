@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from lightning_mist.cost.memory import LEAST_BYTES
+from lightning_mist.cost.memory import ALIGNMENT_BYTES, LEAST_BYTES
 from lightning_mist.model.spec import ModelSpec, bytes_at
 from lightning_mist.plan import Plan, ZeroStage, loader_of, row_slice
 from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, needs_spreading, tied_groups
@@ -21,9 +21,6 @@ from lightning_mist.schedule.stage_units import (
     plan_units,
     updated_units,
 )
-
-ALIGNMENT_BYTES = 16
-"""Multiples at which parameters begin in the flat storage of a unit under ZeRO-3, as the runtime lays them out."""
 
 UnitKey = tuple[int, int]
 """Stage and unit."""
@@ -133,12 +130,11 @@ class ReplayedRank:
     @cached_property
     def even(self) -> dict[Flat, FlatBuffer]:
         """Flat buffers of which every rank of the shard group has an even piece."""
-        found = {}
-        for flat in stage_flats(self.plan, self.module_map, self.mesh.stage):
-            size = self.by_name[flat.names[0]].itemsize
-            piece = flat.piece * size
-            found[flat] = FlatBuffer(flat.names, piece * flat.degree, size, owner=None, piece=piece)
-        return found
+        flats = stage_flats(self.plan, self.module_map, self.mesh.stage)
+        sizes = [(flat, flat.piece * (size := self.by_name[flat.names[0]].itemsize), size) for flat in flats]
+        return {
+            flat: FlatBuffer(flat.names, flat.degree * piece, size, None, piece=piece) for flat, piece, size in sizes
+        }
 
     @cached_property
     def parts(self) -> dict[str, int]:
@@ -196,12 +192,9 @@ class ReplayedRank:
         trained = [item for item in reversed(self.held) if item.is_trained and item.name not in away]
         keys = [(item.owner if self.mesh.is_sharded else None, item.dtype) for item in trained]
         dealt = deal_buckets([item.bytes for item in trained], keys)
-        rest = tuple(self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
-        if not self.even:
-            return rest
-        places = {item.name: place for place, item in enumerate(reversed(self.held))}
-        found = (*rest, *(flat for even, flat in self.even.items() if even.is_trained))
-        return tuple(sorted(found, key=lambda flat: max(places[name] for name in flat.names)))
+        rest = (self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
+        # What several stages hold is, with the first of them, complete behind the rest.
+        return (*(flat for even, flat in self.even.items() if even.is_trained), *rest)
 
     def _flat(self, items: Sequence[Held], owner: int | None) -> FlatBuffer:
         names, size = tuple(item.name for item in items), sum(item.bytes for item in items)
