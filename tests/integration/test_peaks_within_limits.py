@@ -16,15 +16,15 @@ from tests.machine import assume_profile
 from tests.tiers import tiered
 from tests.workers import launched
 
-LAYERS, ROWS, RANKS = 12, 8, 4
+LAYERS, ROWS, RANKS = 16, 8, 4
 SHARE = 1.1
 """Of the limit, that all parameters are where a model is validated."""
 
 ALL = list(range(RANKS))
 PLANS = {
     "zero3": plan([(LAYERS, ALL)], rows=ROWS, microbatches=1, zero=3),
-    "pipeline": plan([(3, [rank]) for rank in ALL], rows=ROWS, microbatches=4),
-    "mixed": plan([(6, [0, 1]), (6, [2, 3])], rows=ROWS, microbatches=2, zero=3),
+    "pipeline": plan([(4, [rank]) for rank in ALL], rows=ROWS, microbatches=4),
+    "mixed": plan([(8, [0, 1]), (8, [2, 3])], rows=ROWS, microbatches=2, zero=3),
 }
 
 
