@@ -27,7 +27,7 @@ def piece_of(numel: int, degree: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlatBuffer:
+class Flat:
     """Parameters in one buffer, of which every rank of a shard group has an equal piece.
 
     Attributes:
@@ -62,7 +62,7 @@ class FlatBuffer:
 
 
 @lru_cache(maxsize=8)
-def stage_flats(plan: Plan, module_map: ModuleMap, group: int) -> tuple[FlatBuffer, ...]:
+def stage_flats(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Flat, ...]:
     """The flat buffers of what the ranks of a group of devices share out evenly; none where they do not."""
     stage = plan.stages[group]
     held = {item.name: item for item in held_parameters(plan, module_map) if item.is_even and group in item.stages}
@@ -95,7 +95,7 @@ def stage_flats(plan: Plan, module_map: ModuleMap, group: int) -> tuple[FlatBuff
             together.setdefault(keys[name], []).append(name)
         flats = list(together.values())
     return tuple(
-        FlatBuffer(
+        Flat(
             names=tuple(in_flat),
             sizes=tuple(sizes[name] for name in in_flat),
             degree=stage.mesh.shard_ranks,

@@ -18,7 +18,7 @@ from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.absent_parameters import AbsentGradient, present_meanwhile
 from lightning_mist.runtime.parameters.buckets import Bucket, gradient_dtype
 from lightning_mist.runtime.parameters.flat_parts import FlatPart
-from lightning_mist.schedule.flats import FlatBuffer
+from lightning_mist.schedule.flats import Flat
 from lightning_mist.tensors import is_hollow
 
 
@@ -33,7 +33,7 @@ class FlatShard:
         fresh: Of those of the batch that runs, or has just run; none of a parameter is zeros.
     """
 
-    def __init__(self, flat: FlatBuffer, bucket: Bucket, parts: Sequence[FlatPart]) -> None:
+    def __init__(self, flat: Flat, bucket: Bucket, parts: Sequence[FlatPart]) -> None:
         self.flat, self.bucket, self.parts = flat, bucket, parts
         self.shapes = [part.inner_shape for part in parts]
         # Each parameter's elements, and what lies between them and the next one's.
@@ -153,7 +153,7 @@ class EvenShards:
         self,
         mesh: Mesh,
         parameters: Mapping[str, nn.Parameter],
-        flats: Sequence[FlatBuffer],
+        flats: Sequence[Flat],
         parts: Mapping[str, FlatPart],
         transport: Transport,
     ) -> None:

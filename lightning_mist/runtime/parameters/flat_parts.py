@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
-from lightning_mist.schedule.flats import FlatBuffer
+from lightning_mist.schedule.flats import Flat
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a block begins in a tensor, and its sizes."""
@@ -130,7 +130,7 @@ def _rows(shape: Sequence[int], index: int, low: int, high: int) -> Iterator[_Bo
     return (((index, *place), (1, *sizes)) for place, sizes in boxes(shape[1:], low, high))
 
 
-def pieces_of(mesh: Mesh, module_map: ModuleMap, flats: Sequence[FlatBuffer]) -> dict[str, FlatPart]:
+def pieces_of(mesh: Mesh, module_map: ModuleMap, flats: Sequence[Flat]) -> dict[str, FlatPart]:
     """What of each parameter of some flat buffers a rank has, by canonical name."""
     shapes = {use.name: use.shape for use in module_map.parameters}
     inner = parts_of(mesh.plan, mesh.rank, module_map)

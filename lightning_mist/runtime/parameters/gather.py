@@ -13,7 +13,7 @@ from lightning_mist.plan.sharding import BUCKET_BYTES
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.even_shards import EvenShards
 from lightning_mist.runtime.parameters.tensor_parts import Speakers, parts_of, speakers_of
-from lightning_mist.schedule.flats import FlatBuffer, stage_flats
+from lightning_mist.schedule.flats import Flat, stage_flats
 
 _GATHER_TAG = 1 << 21
 """First tag of gathered parameters; tags of the executor and of batches are smaller."""
@@ -35,7 +35,7 @@ class _Segment:
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    flat: FlatBuffer | None = None
+    flat: Flat | None = None
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class ParameterGatherer:
             return self._mine(segment)
         return _views(transfer.flat, segment.shapes)
 
-    def _put_together(self, flat: FlatBuffer, pieces: list[Tensor], sink: Callable[[str, Tensor], None]) -> None:
+    def _put_together(self, flat: Flat, pieces: list[Tensor], sink: Callable[[str, Tensor], None]) -> None:
         step = len(pieces) // flat.degree
         wholes = [torch.cat(pieces[index::step]) for index in range(step)]
         parts = next(self._parts[group] for group, other in self._flats if other is flat)

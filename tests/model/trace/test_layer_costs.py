@@ -175,7 +175,7 @@ def test_a_constant_basis_has_one_size():
 
 
 def test_without_blocks_there_are_two_ways():
-    class FlatBuffer(nn.Module):
+    class Flat(nn.Module):
         def __init__(self):
             super().__init__()
             self.blocks, self.inner = (), nn.Linear(4, 1)
@@ -183,7 +183,7 @@ def test_without_blocks_there_are_two_ways():
         def training_step(self, x):
             return self.inner(x).sum()
 
-    ways = counted(FlatBuffer())
+    ways = counted(Flat())
     assert ways.recomputed_first is ways.first
     assert ways.recomputed_later is ways.later
 
