@@ -124,6 +124,17 @@ def sequence_length(batch: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 and min(lengths) > 1 else None
 
 
+def token_places(batch: Any) -> tuple[tuple[int, int], ...]:
+    """Which dimensions of which tensors :func:`slice_tokens` cuts, by places among them."""
+    length, arrays = sequence_length(batch), [leaf for leaf in leaves(batch) if is_a(leaf, _ARRAYS)]
+    return tuple(
+        (index, dim)
+        for index, leaf in enumerate(arrays)
+        for dim, size in enumerate(leaf.shape)
+        if dim and size == length
+    )
+
+
 def slice_tokens(batch: Batch, first: int, end: int) -> Batch:
     """Positions ``first`` to ``end`` (exclusive) of all dimensions after the first that are as long as the sequences.
 

@@ -180,7 +180,9 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
         shares_all = stage.zero_stage >= ZeroStage.PARAMETERS
         if shares_evenly(plan, module_map, index):
             shared = [use for use in held if use.requires_grad or shares_all]
-            even.update(use.name for use in shared if use.shape and "float" in use.dtype and len(stages[use.name]) == 1)
+            # Numbers, and what has no elements, would lack a form in pieces.
+            cut = [use for use in shared if prod(use.shape) and use.shape and "float" in use.dtype]
+            even.update(use.name for use in cut if len(stages[use.name]) == 1)
         for is_trained in (True, False) if shares_all else (True,):
             dealt = [use for use in held if use.requires_grad is is_trained and use.name not in even]
             owners = assign_owners([_nbytes(use) for use in dealt], ranks, loads)

@@ -390,11 +390,11 @@ class BatchRun:
         tensors, end = self._tail_inputs.pop(microbatch.index)
         sums = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in tensors]
         state, rows = self._drawn(), microbatch.rows or (0, microbatch.batch_rows or 1)
-        tail = self._stages[stage].tail
+        tail, lap = self._stages[stage].tail, self._stages[stage].lap
         assert tail is not None
         with tail.attached(), no_kept_casts():
             for chunk in (chunk for chunk in self._chunks[microbatch.index] if chunk.weight):
-                inputs = [_leaf(*item, rows, chunk) for item in zip(tail.receives, tensors, sums, strict=True)]
+                inputs = [_leaf(*item, rows, chunk, lap) for item in zip(tail.receives, tensors, sums, strict=True)]
                 own = chunk
                 if chunk.tokens is not None:
                     own = replace(chunk, value=slice_tokens(microbatch.value, *chunk.tokens[:2]))
@@ -491,14 +491,19 @@ def _chunks_of(microbatch: Microbatch, count: int, lap: int | None) -> tuple[Mic
 
 
 def _leaf(
-    live: LiveTensor, tensor: Tensor, total: Tensor | None, every: tuple[int, int], chunk: Microbatch
+    live: LiveTensor,
+    tensor: Tensor,
+    total: Tensor | None,
+    every: tuple[int, int],
+    chunk: Microbatch,
+    lap: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The rows or tokens of a chunk, and where their gradient is added up, which that of rows is at once."""
     place = None
     if chunk.tokens is not None:
         first, end, length = chunk.tokens
         short = length - tensor.shape[1] if tensor.dim() > 1 else -1
-        if short not in (0, 1):
+        if not 0 <= short <= (lap or 0):
             raise TraceError(
                 f"the {describe_value(live.key)} has the shape {tuple(tensor.shape)} behind the last layer, for "
                 f"{length} tokens: it had one place for each when the plan was made. Use tail_chunks = 1"

@@ -191,7 +191,7 @@ class _StaysHollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_copy = func is torch.ops.aten._to_copy.default and not args[0].is_meta and is_hollow(args[0])
-        if not is_copy:
+        if not is_copy or any(args[0].stride()):  # what has several values is no parameter without any
             return func(*args, **(kwargs or {}))
         one = args[0].as_strided((), ())
         return func(one, **{**(kwargs or {}), "memory_format": None}).expand(args[0].shape)

@@ -12,6 +12,7 @@ from benchmarks.parity.cell import ROWS as PARITY_ROWS
 from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from lightning_mist.errors import PlanError
 from lightning_mist.runtime.communication.transport import complete
+from lightning_mist.runtime.parameters import AbsentGradient
 from lightning_mist.schedule.flats import stage_flats
 from tests.integration.parity import make_plan, map_of, train, train_reference
 from tests.memory_transport import InMemoryWorld, drive
@@ -144,3 +145,12 @@ def test_gradients_in_pieces_cannot_be_looked_at():
                     parameter.grad.norm()
 
     on_all_ranks(model, plan, look)
+
+
+def test_stand_ins_are_cleared_beside_gradients_that_are_here():
+    whole, here = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))
+    whole.grad, here.grad = AbsentGradient.of(whole), torch.ones(())
+    whole.grad.piece = piece = torch.ones(2)
+    torch.optim.AdamW([whole, here], foreach=True).zero_grad(set_to_none=False)
+    assert piece.eq(0).all()
+    assert here.grad == 0

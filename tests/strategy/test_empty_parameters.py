@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import HalfPrecision
 from torch import nn
 
 from lightning_mist import MistStrategy
@@ -8,6 +9,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.model.initialization import empty_out
 from lightning_mist.strategy.empty_parameters import (
     DeferredConstructions,
+    convert,
     device_limit,
     has_empty_parameters,
     hollow_on_host,
@@ -102,3 +104,11 @@ def test_hollow_parameters_stay_hollow_on_the_host():
     hollow_on_host(module)
     assert is_hollow(module.cpu().weight)
     assert not module.weight.is_meta
+
+
+def test_buffers_of_several_values_in_little_memory_are_converted():
+    module = nn.Linear(2, 2)
+    module.register_buffer("rows", torch.arange(3.0).expand(4, 3))
+    convert(module, HalfPrecision("bf16-true"))
+    assert module.rows.dtype is torch.bfloat16
+    assert module.rows.tolist() == [[0.0, 1.0, 2.0]] * 4

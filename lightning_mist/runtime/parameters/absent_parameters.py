@@ -124,8 +124,10 @@ class AbsentGradient(Tensor):
         name = _name_of(func)
         if name not in _FORM and name != "grad =" and _package(sys._getframe(1)) != _OURS:
             pieces = [item.piece for item in _flat(args) if type(item) is AbsentGradient]
-            if name in ("zero_", "_foreach_zero_") and all(piece is not None for piece in pieces):
-                torch._foreach_zero_([piece for piece in pieces if piece is not None])
+            if name in ("zero_", "_foreach_zero_") and None not in pieces:
+                # Beside stand-ins a list has gradients that are here.
+                every: list[Any] = [i.piece if type(i) is AbsentGradient else i for i in _flat(args)]
+                torch._foreach_zero_(every)
                 return args[0]
             raise PlanError(
                 f"{name} of a gradient while its values are {_elsewhere(pieces)}: read gradients, or clear them other "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.devices import read
+from lightning_mist.errors import PlanError
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.absent_parameters import AbsentGradient, present_meanwhile
@@ -99,6 +100,11 @@ class FlatShard:
         for index in self._mine:
             parameter = self.bucket.parameters[index]
             before.append((parameter, value := parameter.data, stand_in := parameter.grad))
+            if stand_in is not None and type(stand_in) is not AbsentGradient:
+                raise PlanError(
+                    f"the gradient of {self.flat.names[index]} was replaced while ranks share it out: change gradients "
+                    "where the plan sees it (on_after_backward), or train by a plan with zero_stage = 0"
+                )
             parameter.grad = None
             parameter.data = value.view(-1)[slice(*self.parts[index].span)] if own is None else own[index]
             if stand_in is not None and gradients is not None:

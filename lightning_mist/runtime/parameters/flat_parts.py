@@ -45,9 +45,9 @@ class FlatPart:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this rank updates something of it; of a parameter without elements the first rank counts steps."""
+        """Whether this rank updates something of it."""
         low, high = self.span
-        return low < high or (self.place == 0 and 0 in self.shape)
+        return low < high
 
     @property
     def degree(self) -> int:

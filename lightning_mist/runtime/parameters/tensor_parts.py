@@ -122,7 +122,7 @@ def _having(plan: Plan, module_map: ModuleMap, group: int, parts: Mapping[str, P
     for flat in stage_flats(plan, module_map, group):
         for index, name in enumerate(flat.names):
             spans = [flat.span(index, place) for place in range(flat.degree)]
-            places = [place for place, (low, high) in enumerate(spans) if low < high] or [0]
+            places = [place for place, (low, high) in enumerate(spans) if low < high]
             count = width if name in parts else 1
             found[name] = tuple(rank for place in places for rank in mesh.devices[place * width :][:count])
     return found

@@ -33,7 +33,7 @@ from lightning_mist.runtime.cutting import (
 )
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.log_records import Finish, MetricCall, Record, combine_records
-from lightning_mist.tensors import leaves, rebuild
+from lightning_mist.tensors import leaves, rebuild, token_places
 
 _SHARE_TOLERANCE = 1e-9
 
@@ -167,7 +167,8 @@ class PartSteps:
         waits: bool,
     ) -> None:
         self.rules, self._exchange, self._records, self._waits = rules, exchange, records, waits
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[tuple[int, bool], _Batch] = {}
+        self._places: tuple[tuple[int, int], ...] | None = None
 
     @property
     def ways(self) -> Mapping[ResultKey, Way]:
@@ -198,6 +199,17 @@ class PartSteps:
             if batch.waits:
                 batch.check(copies)
 
+    def _check_places(self, batch: Any) -> None:
+        """Refuse a batch of which other dimensions would be cut into chunks of tokens than of the first one."""
+        places = token_places(batch)
+        if self._places not in (None, places):
+            raise TraceError(
+                "a tensor of this batch has a dimension as long as its sequences that was of another size, or is not "
+                "as long where it was: chunks of tokens would cut others than those that were proved. Use "
+                "tail_chunks = 1, or other lengths of sequences"
+            )
+        self._places = places
+
     @contextmanager
     def around(self, microbatch: Microbatch) -> Iterator[Finish | None]:
         """Around the step on a part, or on a whole batch, which is left alone; what it returned is to be finished.
@@ -216,10 +228,12 @@ class PartSteps:
                 f"{high - low} rows together are to be cut into chunks of tokens, as it was proved of one: use batches "
                 "of as many rows as the first one's, or tail_chunks = 1"
             )
-        batch = self._batches.get(microbatch.owner)
+        batch = self._batches.get(key := (microbatch.owner, tokens is not None))
         if batch is None:
-            whole = rules.measure(self._exchange.whole_of(microbatch), every)
-            batch = self._batches[microbatch.owner] = _Batch(rules, whole, waits=self._waits)
+            every_row = self._exchange.whole_of(microbatch)
+            if tokens is not None:
+                self._check_places(every_row)
+            batch = self._batches[key] = _Batch(rules, rules.measure(every_row, every), waits=self._waits)
         part, of = rules.measure(microbatch.value, high - low), {"rows": every, "batch": microbatch.value}
         # A chunk of tokens has its share of what counts, and all rows of its part.
         first, end = (low / every, high / every) if tokens is None else (0.0, weight)
