@@ -142,6 +142,7 @@ def same_everywhere(found: ModuleMap) -> ModuleMap:
         indexes_by_mask=any(one.indexes_by_mask for one in every),
         leaves_out=any(one.leaves_out for one in every),
         writes=max(one.writes for one in every),
+        even_shards=all(one.even_shards for one in every),
     )
 
 
