@@ -420,3 +420,21 @@ def test_training_with_clipping_and_optimizer_state(name, options):
         ranks = drive([train(copy.deepcopy(module), module_map, plan, steps, t) for t in world.transports])
     assert_trained_equal(ranks, train_reference(module, steps))
     assert world.pending == ()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 1, "degrees": [4], "zero": 1, "shard": 2},
+        {"stages": 2, "degrees": [2, 2], "zero": [2, 3], "parts": 2, "checkpointed": 1},
+    ],
+)
+def test_training_by_owners_of_whole_parameters(options):
+    """As optimizers need that look at more than one entry."""
+    module, module_map, batches = prepared("nano", torch.float64)
+    plan, dealt = plan_for(len(module_map.blocks), **options), replace(module_map, even_shards=False)
+    steps = [[batches[(rank + step) % 6] for rank in range(plan.world_size)] for step in range(3)]
+    with precision_of(module):
+        transports = InMemoryWorld(plan.world_size).transports
+        ranks = drive([train(copy.deepcopy(module), dealt, plan, steps, transport) for transport in transports])
+    assert_trained_equal(ranks, train_reference(module, steps))
