@@ -147,6 +147,30 @@ def test_gradients_in_pieces_cannot_be_looked_at():
     on_all_ranks(model, plan, look)
 
 
+@pytest.mark.parametrize("late", ["gradient", "strides"])
+def test_what_is_put_in_place_later_ends_training_with_parameters_whole(late):
+    model = subject("nano_even", torch.float64)
+    plan = make_plan([len(model.module_map.blocks)], degrees=[RANKS], rows=PARITY_ROWS, zero=1)
+
+    def change(engine):
+        optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+        engine.take_optimizer(optimizer)
+        engine.hollow()
+        train_batch(engine, model.batches[0][engine.rank])
+        *_, parameter = (p for group in optimizer.param_groups for p in group["params"] if p.dim() == 2)
+        if late == "gradient":
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            parameter.data = parameter.data.t().contiguous().t()
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        with pytest.raises(PlanError, match=f"the {late} of .* were replaced"):
+            optimizer.step()
+        for name, p in engine.module.named_parameters():
+            assert torch.equal(p, before[name])
+
+    on_all_ranks(model, plan, change)
+
+
 def test_stand_ins_are_cleared_beside_gradients_that_are_here():
     whole, here = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))
     whole.grad, here.grad = AbsentGradient.of(whole), torch.ones(())

@@ -9,9 +9,11 @@ touched ends without one, as in a single process. A bucket leaves as soon as its
 order of buckets; which action completes which gradients the executor says.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -379,23 +381,24 @@ class GradientReducer:
         zero_stage = self._mesh.plan.stages[self._mesh.stage].zero_stage
         if not self._mesh.is_sharded or zero_stage >= ZeroStage.PARAMETERS:
             return
-        if self._even is not None:
-            yield from self._even.give_out(home)
-        outstanding: list[tuple[Bucket, Tensor, Work]] = []
+        pending: list[tuple[Work, Callable[[], None]]] = []
+        for item in chain(() if self._even is None else self._even.give_out(home), self._give_out(home)):
+            pending.append(item)
+            if len(pending) == _BUCKETS_IN_FLIGHT:
+                yield from _waited(pending.pop(0))
+        for item in pending:
+            yield from _waited(item)
+
+    def _give_out(self, home: Mapping[str, Tensor]) -> Iterator[tuple[Work, Callable[[], None]]]:
         for bucket in self.buckets:
             assert bucket.owner is not None
             flat = bucket.empty(dtype=home[bucket.names[0]].dtype if bucket.names[0] in home else None)
             if bucket.owner == self._mesh.shard_index:
                 torch._foreach_copy_(bucket.views(flat), _values(bucket, home))
             work = self._transport.broadcast(flat, self._mesh.shard_peers[bucket.owner], self._group)
-            outstanding.append((bucket, flat, work))
-            if len(outstanding) == _BUCKETS_IN_FLIGHT:
-                yield from self._receive(*outstanding.pop(0), home)
-        for item in outstanding:
-            yield from self._receive(*item, home)
+            yield work, partial(self._receive, bucket, flat, home)
 
-    def _receive(self, bucket: Bucket, flat: Tensor, work: Work, home: Mapping[str, Tensor]) -> Iterator[Work]:
-        yield work
+    def _receive(self, bucket: Bucket, flat: Tensor, home: Mapping[str, Tensor]) -> None:
         if bucket.owner != self._mesh.shard_index:
             torch._foreach_copy_(_values(bucket, home), bucket.views(flat))
 
@@ -456,8 +459,14 @@ def _refuse_late(bucket: Bucket) -> None:
         )
 
 
+def _waited(begun: tuple[Work, Callable[[], None]]) -> Iterator[Work]:
+    work, then = begun
+    yield work
+    then()
+
+
 _BUCKETS_IN_FLIGHT = 2
-"""Broadcasts under way at once: one travels while the one before is copied out; more only cost memory."""
+"""Buffers under way at once: one travels while the one before is copied out; more only cost memory."""
 
 
 def _scale(gradients: list[Tensor], scale: float) -> None:

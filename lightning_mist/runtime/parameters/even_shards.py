@@ -6,8 +6,9 @@ piece, in one dimension and perhaps empty. At all other times parameters are who
 there is a gradient. No graph may be made while pieces are shown: its nodes would insist on their shapes.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,17 @@ class FlatShard:
         device = self.bucket.parameters[0].device
         return torch.empty((self.flat.degree, self.flat.piece), dtype=dtype, device=device)
 
+    def check(self) -> None:
+        """Refuse what somebody put in place of gradients that ranks share out, or of a parameter's memory."""
+        for index in self._mine:
+            parameter = self.bucket.parameters[index]
+            is_known = parameter.grad is None or type(parameter.grad) is AbsentGradient
+            if not is_known or (self.updated is None and not parameter.data.is_contiguous()):
+                raise PlanError(
+                    f"{'the strides' if is_known else 'the gradient'} of {self.flat.names[index]} were replaced while "
+                    "ranks share it out: change memory in configure_model, and gradients under zero_stage = 0"
+                )
+
     def show(self) -> list[tuple[nn.Parameter, Tensor, Tensor | None]]:
         """Let parameters be, and have gradients of, what lies in this rank's piece; gives what they were, and had."""
         own = None if self.updated is None else self.pieces(self.updated)
@@ -100,11 +112,6 @@ class FlatShard:
         for index in self._mine:
             parameter = self.bucket.parameters[index]
             before.append((parameter, value := parameter.data, stand_in := parameter.grad))
-            if stand_in is not None and type(stand_in) is not AbsentGradient:
-                raise PlanError(
-                    f"the gradient of {self.flat.names[index]} was replaced while ranks share it out: change gradients "
-                    "where the plan sees it (on_after_backward), or train by a plan with zero_stage = 0"
-                )
             parameter.grad = None
             parameter.data = value.view(-1)[slice(*self.parts[index].span)] if own is None else own[index]
             if stand_in is not None and gradients is not None:
@@ -163,8 +170,7 @@ class EvenShards:
         parts: Mapping[str, FlatPart],
         transport: Transport,
     ) -> None:
-        self._mesh, self._transport = mesh, transport
-        self.parts = parts
+        self._mesh, self._transport, self.parts = mesh, transport, parts
         self.shards = tuple(
             FlatShard(
                 flat, Bucket.of([(name, parameters[name]) for name in flat.names]), [parts[name] for name in flat.names]
@@ -231,6 +237,8 @@ class EvenShards:
         """Inside, every trained parameter is, and has the gradient of, what of it is this rank's."""
         every = [parameter for shard in self.trained for parameter in shard.bucket.parameters]
         with present_meanwhile(every):
+            for shard in self.trained:
+                shard.check()
             before = [item for shard in self.trained for item in shard.show()]
             try:
                 yield
@@ -240,13 +248,12 @@ class EvenShards:
                     parameter.data = value
                     parameter.grad = stand_in if has_gradient else None
 
-    def give_out(self, computed: Mapping[str, Tensor]) -> Iterator[Work]:
-        """After an update: give every rank of the group what it computes with.
+    def give_out(self, computed: Mapping[str, Tensor]) -> Iterator[tuple[Work, Callable[[], None]]]:
+        """After an update: give every rank of the group what it computes with, and what is to be done behind that.
 
         Args:
             computed: That by canonical name, where it is another tensor than the parameter.
         """
-        under_way: list[tuple[FlatShard, Tensor, Work]] = []
         for shard in self.trained:
             buffer = shard.buffer(shard.computed_with(computed)[0].dtype)
             own = buffer[shard.parts[0].place]
@@ -254,20 +261,13 @@ class EvenShards:
                 shard.keep(own, [parameter.detach() for parameter in shard.bucket.parameters])
             else:
                 own.copy_(shard.updated)
-            under_way.append((shard, buffer, self._transport.all_gather_into(buffer, self._mesh.shard_peers)))
-            if len(under_way) == _IN_FLIGHT:
-                yield from self._receive(*under_way.pop(0), computed)
-        for item in under_way:
-            yield from self._receive(*item, computed)
-
-    def _receive(self, shard: FlatShard, buffer: Tensor, work: Work, computed: Mapping[str, Tensor]) -> Iterator[Work]:
-        yield work
-        triples = zip(shard.computed_with(computed), shard.views(buffer.view(-1)), shard.parts, strict=True)
-        # What this rank has updated whole it has already, where that is what it computes with.
-        new = [(value, view) for value, view, part in triples if part.span[1] - part.span[0] < view.numel() or computed]
-        if new:
-            torch._foreach_copy_([value for value, _ in new], [view for _, view in new])
+            work = self._transport.all_gather_into(buffer, self._mesh.shard_peers)
+            yield work, partial(_receive, shard, buffer, computed)
 
 
-_IN_FLIGHT = 2
-"""Buffers under way at once: one travels while the one before is copied out; more only cost memory."""
+def _receive(shard: FlatShard, buffer: Tensor, computed: Mapping[str, Tensor]) -> None:
+    triples = zip(shard.computed_with(computed), shard.views(buffer.view(-1)), shard.parts, strict=True)
+    # What this rank has updated whole it has already, where that is what it computes with.
+    new = [(value, view) for value, view, part in triples if part.span[1] - part.span[0] < view.numel() or computed]
+    if new:
+        torch._foreach_copy_([value for value, _ in new], [view for _, view in new])

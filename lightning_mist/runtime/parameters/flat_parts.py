@@ -13,9 +13,6 @@ from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
 from lightning_mist.schedule.flats import Flat
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a block begins in a tensor, and its sizes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPart:
@@ -102,8 +99,8 @@ AnyPart: TypeAlias = Part | FlatPart
 """What of a parameter a rank has where it has not all of it."""
 
 
-def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[_Box]:
-    """Blocks of a tensor that hold its elements from ``low`` up to ``high``, in the order of these.
+def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Where blocks of a tensor begin, and their sizes, that hold its elements from ``low`` up to ``high``, in order.
 
     At most ``2 n - 1`` for ``n`` dimensions: whole rows in the middle, and what is left before and behind them.
     """
@@ -126,7 +123,7 @@ def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[_Box]:
         yield from _rows(shape, last, 0, high - last * row)
 
 
-def _rows(shape: Sequence[int], index: int, low: int, high: int) -> Iterator[_Box]:
+def _rows(shape: Sequence[int], index: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     return (((index, *place), (1, *sizes)) for place, sizes in boxes(shape[1:], low, high))
 
 

@@ -104,14 +104,12 @@ class ParameterGatherer:
         for item in outstanding:
             yield from self._deliver(*item, sink, destination)
 
-    def _pieces(self) -> list[_Segment]:
+    def _pieces(self) -> Iterator[_Segment]:
         """One segment for each flat buffer: its pieces."""
-        found = []
         for group, flat in self._flats:
             mesh = self._plan.stages[group].mesh
             ranks = mesh.devices[: flat.degree * mesh.tensor_parallel_degree]
-            found.append(_Segment(ranks=ranks, names=flat.names, shapes=((flat.piece,),), flat=flat))
-        return found
+            yield _Segment(ranks=ranks, names=flat.names, shapes=((flat.piece,),), flat=flat)
 
     def _segments(self) -> list[_Segment]:
         segments: list[tuple[tuple[int, ...], torch.dtype, list[str]]] = []

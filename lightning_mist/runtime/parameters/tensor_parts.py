@@ -112,10 +112,7 @@ def speakers_of(plan: Plan, parameters: Sequence[HeldParameter], module_map: Mod
 
 
 def _having(plan: Plan, module_map: ModuleMap, group: int, parts: Mapping[str, Part]) -> dict[str, tuple[int, ...]]:
-    """Global ranks that have something of each parameter that a group of devices shares out evenly, one for each part.
-
-    Of several shard groups the first one speaks.
-    """
+    """Ranks of the first shard group that have something of what is shared out evenly, by name, one for each part."""
     mesh = plan.stages[group].mesh
     width = mesh.tensor_parallel_degree
     found = {}
