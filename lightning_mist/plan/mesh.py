@@ -205,9 +205,8 @@ def shares_evenly(plan: Plan, module_map: ModuleMap, group: int) -> bool:
     """Whether ZeRO gives every rank of a group of devices an equal piece of what no other group holds."""
     stage = plan.stages[group]
     is_shared = stage.zero_stage >= ZeroStage.OPTIMIZER and stage.mesh.shard_ranks > 1
-    # Collectives have ranks in their order.
-    is_shared = is_shared and list(stage.devices) == sorted(stage.devices)
-    return is_shared and module_map.even_shards and not stage.offload.updates_by_units
+    in_order = list(stage.devices) == sorted(stage.devices)  # as collectives have them
+    return is_shared and in_order and module_map.even_shards and not stage.offload.updates_by_units
 
 
 def names_with_values(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset[str]:

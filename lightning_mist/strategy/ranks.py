@@ -143,6 +143,7 @@ def same_everywhere(found: ModuleMap) -> ModuleMap:
         leaves_out=any(one.leaves_out for one in every),
         writes=max(one.writes for one in every),
         even_shards=all(one.even_shards for one in every),
+        tokens=None if any(one.tokens is None for one in every) else found.tokens,
     )
 
 

@@ -71,7 +71,7 @@ def _seen(kind):
     """What both ranks make of what rank 1 found otherwise than rank 0."""
     use = ParameterUse(name="w", slots=(("a", "w", (0,)),), shape=(2,), dtype="float32", requires_grad=True)
     live = LiveTensor(key="x", shape=(4, 3), dtype="float32", requires_grad=True, batch_dim=0)
-    found = replace(MAP, parameters=(use,), cuts=((live,),), batch_rows=4, even_shards=True)
+    found = replace(MAP, parameters=(use,), cuts=((live,),), batch_rows=4, even_shards=True, tokens=8)
     other = {
         "size": {"batch_rows": 2, "cuts": ((replace(live, shape=(2, 3)),),)},
         "module": {"blocks": ("a", "c")},
@@ -80,7 +80,7 @@ def _seen(kind):
         "value": {"cuts": ((replace(live, key="y"),),), "indexes_by_mask": True},
         "form": {"cuts": ((replace(live, requires_grad=False),),)},
         "reason": {"exclusions": (Exclusion(feature="checkpointing", reason="no"),), "leaking_blocks": (1,)},
-        "shards": {"even_shards": False},
+        "shards": {"even_shards": False, "tokens": None},
     }
     try:
         return same_everywhere(replace(found, **other[kind]) if dist.get_rank() == 1 else found)
@@ -98,6 +98,7 @@ def test_what_ranks_find_on_their_own_batches_is_joined(gloo_workers):
     assert (used.leaves_out, used.writes, used.exclusions) == (True, "seen", ())
     assert other.indexes_by_mask
     assert [one[1].even_shards for one in (found["use"], found["shards"])] == [True, False]
+    assert [one[0].tokens for one in (found["use"], found["shards"])] == [8, None]
     for kind in ("value", "form"):
         assert {item.feature for item in found[kind][1].exclusions} == {"pipeline", "tensor", "context"}
     assert (found["reason"][0].excludes("checkpointing"), found["reason"][0].leaking_blocks) == (("no",), (1,))

@@ -85,8 +85,7 @@ class FlatShard:
 
     def computed_with(self, casts: Mapping[str, Tensor]) -> list[Tensor]:
         """What is computed with: casts of the parameters where there are any, or they."""
-        pairs = zip(self.flat.names, self.bucket.parameters, strict=True)
-        return [casts[name] if name in casts else parameter.detach() for name, parameter in pairs]
+        return [casts.get(n, p.detach()) for n, p in zip(self.flat.names, self.bucket.parameters, strict=True)]
 
     def buffer(self, dtype: torch.dtype) -> Tensor:
         """A whole buffer without values, a row for each rank."""

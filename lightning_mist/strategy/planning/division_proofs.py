@@ -101,7 +101,9 @@ def _watched_metrics(module: Any) -> Iterator[list[str]]:
 def agree(mine: CutRules | str) -> CutRules | str:
     """How batches are cut, the same on every rank, or why not, from what each rank found."""
     found: list[Any] = of_all_ranks(
-        mine if isinstance(mine, str) else (mine.site_text, mine.whole_tail, dict(mine.seen), mine.slices)
+        mine
+        if isinstance(mine, str)
+        else (mine.site_text, mine.whole_tail, mine.is_of_one, dict(mine.seen), mine.slices)
     )
     refusals = [answer for answer in found if isinstance(answer, str)]
     if refusals:
@@ -119,7 +121,7 @@ def agree(mine: CutRules | str) -> CutRules | str:
         ways[key] = way
     slices = tuple(ends for ends in mine.slices if all(ends in others for *_, others in found))
     whole_tail = next((reason for _, reason, *_ in found if reason), "")
-    return replace(mine, results=ways, slices=slices, whole_tail=whole_tail)
+    return replace(mine, results=ways, slices=slices, whole_tail=whole_tail, is_of_one=any(each[2] for each in found))
 
 
 def written_by(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> list[int]:
