@@ -206,7 +206,7 @@ def shares_evenly(plan: Plan, module_map: ModuleMap, group: int) -> bool:
     stage = plan.stages[group]
     is_shared = stage.zero_stage >= ZeroStage.OPTIMIZER and stage.mesh.shard_ranks > 1
     in_order = list(stage.devices) == sorted(stage.devices)  # as collectives have them
-    return is_shared and in_order and module_map.even_shards and not stage.offload.updates_by_units
+    return is_shared and in_order and module_map.even_shards
 
 
 def names_with_values(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset[str]:

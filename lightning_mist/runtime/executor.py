@@ -27,7 +27,7 @@ from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, complete_gradients, lower
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 from lightning_mist.schedule.flats import stage_flats
-from lightning_mist.schedule.stage_units import offloaded_parameters, updated_units
+from lightning_mist.schedule.stage_units import moved_parameters, updated_units
 
 __all__ = ["Executor", "Microbatch"]
 
@@ -110,8 +110,7 @@ class Executor:
         self._tied = frozenset() if self.gradients is None else self.gradients.names & tied
         self.masters = None
         if masters is not None:
-            ratio = plan.stages[self.mesh.stage].offload.optimizer
-            moved = offloaded_parameters(plan, module_map, self.mesh.stage, ratio, trained=True)
+            moved = moved_parameters(plan, module_map, self.mesh.stage)["O"]
             units = updated_units(plan, module_map, self.mesh.stage).values()
             offloaded = [[name for name in names if name in moved] for names in units]
             self.masters = MasterWeights(
@@ -305,7 +304,7 @@ class Executor:
         if self.masters is not None and self.masters.is_engaged:
             found = {name: value for name, value in found.items() if name not in self.masters.types}
             found |= self.masters.home
-        if found:
+        if found or (self.even is not None and any(shard.home is not None for shard in self.even.shards)):
             self.streams.settle()
         return found
 

@@ -1,8 +1,9 @@
 """Flat buffers of parameters that a stage's ranks share out evenly: one piece a rank, wherever parameters begin or end.
 
-What one unit uses lies in one buffer for each type of elements, so that one collective gathers it and one reduces it.
-Under ZeRO-1, which reduces and gathers once a batch, neighbours share buffers of the size of DDP's buckets. All of it
-follows from a plan and the module's map, equal on all ranks.
+What one unit uses lies in one buffer for each type of elements, so that one collective gathers it and one reduces it;
+what of it moves to host memory lies in a buffer of its own, so that every rank moves an equal piece. Under ZeRO-1, which
+reduces and gathers once a batch, neighbours share buffers of the size of DDP's buckets where the update is not by units.
+All of it follows from a plan and the module's map, equal on all ranks.
 """
 
 from collections.abc import Hashable
@@ -15,7 +16,7 @@ from lightning_mist.plan import ModuleMap, Plan, ZeroStage
 from lightning_mist.plan.mesh import held_parameters, itemsize
 from lightning_mist.plan.sharding import deal_buckets
 from lightning_mist.schedule.stage_program import Key
-from lightning_mist.schedule.stage_units import shard_units
+from lightning_mist.schedule.stage_units import moved_parameters, shard_units
 
 ALIGNMENT = 64
 """Elements at whose multiples parameters begin and pieces are cut: kernels with vector loads round alike then."""
@@ -76,17 +77,20 @@ def stage_flats(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Flat, ..
             for found, of_unit in ((users, unit.names), (reduced, unit.reduced)):
                 for name in held.keys() & set(of_unit):
                     found[name].append((chunk, unit.unit))
+    moved = moved_parameters(plan, module_map, group)
+    joins_units = stage.zero_stage == ZeroStage.OPTIMIZER and not stage.offload.updates_by_units
     sizes, keys = dict[str, int](), dict[str, Hashable]()
     for use in module_map.parameters:
         if use.name in held and (use.requires_grad or shares_all):
             shape = parts[use.name].local_shape(use.shape, degree) if use.name in parts else use.shape
             sizes[use.name] = prod(shape)
+            kinds = tuple(use.name in names for names in moved.values())
             units = (tuple(users[use.name]) if shares_all else (), tuple(reduced[use.name]))
-            keys[use.name] = (use.requires_grad, use.dtype, *(units if stage.zero_stage > ZeroStage.OPTIMIZER else ()))
+            keys[use.name] = (use.requires_grad, use.dtype, *(() if joins_units else (*units, *kinds)))
     # Backward reaches the last parameters first, so their gradients are complete first.
-    names = list(reversed(sizes) if stage.zero_stage == ZeroStage.OPTIMIZER else sizes)
+    names = list(reversed(sizes) if joins_units else sizes)
     types = {use.name: use.dtype for use in module_map.parameters}
-    if stage.zero_stage == ZeroStage.OPTIMIZER:
+    if joins_units:
         dealt = deal_buckets([sizes[name] * itemsize(types[name]) for name in names], [keys[name] for name in names])
         flats = [[names[index] for index in bucket] for bucket in dealt]
     else:

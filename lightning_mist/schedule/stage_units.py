@@ -207,6 +207,16 @@ def offloaded_parameters(
     return frozenset(found)
 
 
+def moved_parameters(plan: Plan, module_map: ModuleMap, group: int) -> dict[str, frozenset[str]]:
+    """Names of what a group of devices moves of optimizer state (``"O"``), parameters (``"P"``), gradients (``"G"``)."""
+    ratios = plan.stages[group].offload
+    return {
+        "O": offloaded_parameters(plan, module_map, group, ratios.optimizer, trained=True),
+        "P": offloaded_parameters(plan, module_map, group, ratios.parameters, trained=False),
+        "G": offloaded_parameters(plan, module_map, group, ratios.gradients, trained=True),
+    }
+
+
 def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tuple[str, ...]]:
     """What the ranks of a group update of each unit together; each parameter with its first."""
     known: set[str] = set()
@@ -226,13 +236,9 @@ def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[tuple[A
     if not stage.offload.updates_by_units:
         return ()
     units = updated_units(plan, module_map, group)
-    kinds = {
-        "O": offloaded_parameters(plan, module_map, group, stage.offload.optimizer, trained=True),
-        "P": offloaded_parameters(plan, module_map, group, stage.offload.parameters, trained=False),
-        "G": offloaded_parameters(plan, module_map, group, stage.offload.gradients, trained=True),
-    }
     offloaded = {
-        kind: [key for key, of_unit in units.items() if not names.isdisjoint(of_unit)] for kind, names in kinds.items()
+        kind: [key for key, of_unit in units.items() if not names.isdisjoint(of_unit)]
+        for kind, names in moved_parameters(plan, module_map, group).items()
     }
     is_shared = ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.mesh.num_peers > 1
     rows = update_rows(list(units), offloaded, gathers=is_shared and defers_update(plan, module_map, group))

@@ -128,7 +128,7 @@ def test_curves_with_masters(label):
     """Where ranks round the sums that one process rounds, to the bit in 16 bits; else to rounding in 32."""
     layout = {**PLANS, **OFFLOADING}[label]
     # Norms of even pieces add up in another order, by which gradients are clipped.
-    in_pieces = any(group.zero and group.dp > 1 and not group.offload.updates_by_units for group in layout.groups)
+    in_pieces = any(group.zero and group.dp > 1 for group in layout.groups)
     is_same = rounds_as_one_process(layout) and not in_pieces
     model = with_masters(is_same)
     outcome = compare_curves(model, make_plan(layout, len(model.module_map.blocks)))

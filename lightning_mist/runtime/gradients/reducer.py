@@ -181,8 +181,10 @@ class UnitGradients:
 
     def settle(self) -> None:
         """Wait for what is under way, and add it up where it is owned."""
-        for shard, piece in self._evenly:
-            shard.add(piece.result())
+        for shard, under_way in self._evenly:
+            piece = under_way.result()
+            if self._offloaded is None or not self._offloaded.arrived(shard.bucket, piece, shard.present):
+                shard.add(piece)
         self._evenly.clear()
         for bucket, flat, present, work in self._under_way:
             work.wait()
@@ -228,7 +230,7 @@ class GradientReducer:
         staying = [item for item in dealt if item.name not in offloaded]
         reduced = self.buckets if len(staying) == len(dealt) else _buckets_of(mesh, parameters, staying)
         places = {item.name: place for place, item in enumerate(trained)}
-        evenly = () if even is None else even.trained
+        evenly = () if even is None else [s for s in even.trained if s.flat.names[0] not in offloaded]
         self._reduced: tuple[Bucket | FlatShard, ...] = tuple(
             sorted((*reduced, *evenly), key=lambda item: max(places[name] for name in _bucket(item).names))
         )

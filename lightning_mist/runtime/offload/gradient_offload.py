@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.runtime.communication import TensorWork, Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, let_go
 from lightning_mist.runtime.parameters import (
     AbsentGradient,
     Bucket,
+    EvenShards,
+    FlatShard,
     UnitKey,
     check_dense,
     gradient_dtype,
@@ -34,18 +36,18 @@ class GradientSum:
     """Gradients of one unit that one rank updates: at ``home`` in host memory, ``flat`` in a device buffer meanwhile.
 
     Attributes:
-        form: Like the flat tensor that holds them; where ranks reduce them, behind them one number for each that says
-            how many ranks had one.
+        even: What ranks share out evenly of them: the sum is of this rank's piece, before ZeRO-2 of all until the last
+            backward.
+        form: Like the flat tensor that holds them; where ranks reduce them to an owner, behind them one number for each
+            that says how many ranks had one.
         present: Which of them this rank had.
         earlier, earlier_present: The same of earlier batches, to which this one's will be added.
         sent: What travels to other ranks: they in the type that is computed in.
-        work: Their way there.
+        work: Their way there; ``piece`` of those that are shared out evenly.
     """
 
-    __slots__ = ("bucket", "earlier", "earlier_present", "flat", "form", "home", "is_mine", "present", "sent", "work")
-
-    def __init__(self, bucket: Bucket, *, is_mine: bool) -> None:
-        self.bucket, self.is_mine = bucket, is_mine
+    def __init__(self, bucket: Bucket, *, is_mine: bool, even: FlatShard | None = None) -> None:
+        self.bucket, self.is_mine, self.even = bucket, is_mine, even
         self.form = torch.empty(0)
         self.home: Tensor | None = None
         self.earlier: Tensor | None = None
@@ -54,17 +56,31 @@ class GradientSum:
         self.present: list[bool] = []
         self.earlier_present: list[bool] = []
         self.work: Work | None = None
+        self.piece: TensorWork | None = None
 
-    def lay_out(self, *, is_reduced: bool) -> None:
+    def lay_out(self, *, is_reduced: bool, adds_whole: bool) -> None:
         """Take the shapes and strides that the parameters have now."""
         self.bucket = self.bucket.with_layouts()
         size = self.bucket.numel + is_reduced * len(self.bucket.names)
+        if self.even is not None:
+            size = self.even.flat.piece * (self.even.flat.degree if adds_whole else 1)
         self.form = torch.empty(size, dtype=gradient_dtype(self.bucket.parameters[0]), device="meta")
 
     def views(self) -> list[Tensor]:
         """A view of each gradient in its buffer."""
         assert self.flat is not None
-        return self.bucket.views(self.flat)
+        return self.bucket.views(self.flat) if self.even is None else self.even.views(self.flat)
+
+    def own(self, flat: Tensor) -> Tensor:
+        """What of a flat tensor is of gradients that this rank updates."""
+        if self.even is None:
+            return flat[: self.bucket.numel]
+        place = self.even.parts[0].place if len(flat) > self.even.flat.piece else 0
+        return flat[place * self.even.flat.piece :][: self.even.flat.piece]
+
+    def own_views(self, flat: Tensor) -> list[Tensor]:
+        """A view of what of each gradient this rank updates."""
+        return self.bucket.views(flat) if self.even is None else self.even.pieces(self.own(flat))
 
 
 class OffloadedGradients:
@@ -92,6 +108,7 @@ class OffloadedGradients:
         streams: CopyStreams,
         pool: HostPool,
         transport: Transport,
+        even: EvenShards | None = None,
     ) -> None:
         self._mesh, self._backwards, self._streams = mesh, backwards, streams
         self._pool, self._transport = pool, transport
@@ -101,10 +118,15 @@ class OffloadedGradients:
         # What several chunks of this rank use has several sums, and stays.
         often = Counter(name for unit in units.values() for name in unit.reduced)
         self.names = frozenset(name for name, count in often.items() if count == 1 and name in offloaded)
-        owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in mesh.held}
+        dealt = [item for item in mesh.held if not item.is_even]
+        owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in dealt}
         self._of: dict[UnitKey, list[GradientSum]] = {}
         for key, unit in units.items():
-            for bucket in owned_buckets((name for name in unit.reduced if name in self.names), parameters, owners):
+            for shard in () if even is None else even.updated_with(key):
+                if shard.flat.names[0] in self.names:
+                    self._of.setdefault(key, []).append(GradientSum(shard.bucket, is_mine=True, even=shard))
+            names = (name for name in unit.reduced if name in self.names and name in owners)
+            for bucket in owned_buckets(names, parameters, owners):
                 is_mine = bucket.owner in (None, mesh.shard_index)
                 # From ZeRO-2 on others' gradients never stay.
                 if is_mine or not self._shares:
@@ -127,7 +149,7 @@ class OffloadedGradients:
         """Remember the shapes and strides of the parameters, of which some may lose their memory now."""
         for _, item in self._place_of.values():
             if not item.bucket.layouts:
-                item.lay_out(is_reduced=len(self._group) > 1)
+                item.lay_out(is_reduced=len(self._group) > 1, adds_whole=not self._shares)
 
     # While a batch runs ----------------------------------------------------------------------------------------------
 
@@ -144,8 +166,12 @@ class OffloadedGradients:
 
     def load(self, key: UnitKey, *, owned: bool = False) -> None:
         """Start to fetch a unit's sums, or of these only what this rank updates."""
-        there = [(flat, item.home) for flat, item in self._in_buffer(key) if item.is_mine or not owned]
-        pairs = [(flat, home) for flat, home in there if home is not None]
+        there = [(flat, item) for flat, item in self._in_buffer(key) if item.is_mine or not owned]
+        pairs = [
+            (item.own(flat), item.own(item.home)) if owned and item.even is not None else (flat, item.home)
+            for flat, item in there
+            if item.home is not None
+        ]
         if pairs:
             targets, sources = zip(*pairs, strict=True)
             self._arriving[key] = self._streams.load(targets, sources, after=[self._left.get(self._buffer_of[key])])
@@ -155,6 +181,8 @@ class OffloadedGradients:
         self._enter(key)
         for item in self._of.get(key, ()):
             check_dense(item.bucket, len(self._group))
+            if item.even is not None and item.flat is not None and self._stored[key] == 0:
+                item.even.zero_gaps(item.flat)
             for index, (parameter, view) in enumerate(zip(item.bucket.parameters, item.views(), strict=True)):
                 gradient, is_first = parameter.grad, self._stored[key] == 0
                 if gradient is None:
@@ -187,6 +215,12 @@ class OffloadedGradients:
         self.add(key)
         for item in self._of.get(key, ()):
             assert item.flat is not None
+            if item.even is not None:
+                item.flat.mul_(1.0 / self._mesh.plan.num_loaders)
+                item.even.present = _either(item.present, item.even.present)
+                item.sent = item.flat.to(item.bucket.parameters[0].dtype).view(item.even.flat.degree, -1)
+                item.piece = self._transport.reduce_scatter(item.sent, self._group)
+                continue
             item.flat[: item.bucket.numel].mul_(1.0 / self._mesh.plan.num_loaders)
             for flag, is_present in zip(item.flat[item.bucket.numel :], item.present, strict=True):
                 flag.fill_(float(is_present))
@@ -200,13 +234,15 @@ class OffloadedGradients:
         """Start to write a unit's sums back; they are complete after the last backward of its stage."""
         if key not in self._of:
             return
-        if not self._shares and self._of[key][0].work is None:
+        if not self._shares and self._of[key][0].sent is None:
             self.add(key)
         self._stored[key] += 1
         is_last = self._stored[key] == self._backwards[key[0]]
         leaving = [item for item in self._of[key] if item.is_mine or not is_last]
         for item in self._of[key]:
-            if item.work is not None:
+            if item.piece is not None:
+                item.sent = item.piece.result()
+            elif item.work is not None:
                 item.work.wait()
             elif is_last and not self._shares and self._mesh.plan.num_loaders > 1:
                 assert item.flat is not None
@@ -216,13 +252,16 @@ class OffloadedGradients:
                 if len(self._replicates) > 1 and self._mesh.is_sharded:
                     self._transport.all_reduce(item.flat if item.sent is None else item.sent, self._replicates).wait()
                 if item.sent is not None and item.sent is not item.flat:
-                    item.flat.copy_(item.sent)
-                self._look(item, item.views())
-            item.work, item.sent = None, None
+                    (item.flat if item.even is None else item.own(item.flat)).copy_(item.sent)
+                self._look(item, item.own_views(item.flat))
+            item.work, item.piece, item.sent = None, None, None
         for item in leaving:
             if item.home is None:
                 (item.home,) = self._pool.take([item.form])
         homes, flats = [item.home for item in leaving], [item.flat for item in leaving]
+        for index, item in enumerate(leaving):
+            if is_last and item.even is not None:
+                homes[index], flats[index] = item.own(item.home), item.own(item.flat)  # type: ignore[arg-type]
         self._left[self._buffer_of[key]] = self._streams.store(homes, flats)  # type: ignore[arg-type]
         for item in self._of[key]:
             item.flat = None
@@ -244,7 +283,7 @@ class OffloadedGradients:
         """Leave everything where a batch ended in an error."""
         self._arriving.clear()
         for _, item in self._place_of.values():
-            item.flat, item.sent, item.work = None, None, None
+            item.flat, item.sent, item.work, item.piece = None, None, None, None
 
     def end(self) -> None:
         """Leave gradients where they are made from now on."""
@@ -283,6 +322,9 @@ class OffloadedGradients:
 
     def install(self, factor: Tensor) -> None:
         """Let parameters say that they have gradients: those of the batch, times a factor, and of earlier ones."""
+        for item in self._mine():
+            if item.even is not None:
+                item.present = item.even.present
         if any(item.earlier_present for item in self._mine()):
             self._put_together(factor)
         else:
@@ -290,8 +332,10 @@ class OffloadedGradients:
             if not (factor.device.type == "cpu" and factor == 1.0):
                 self.multiply(factor)
         for item in self._mine():
-            for parameter, is_there in zip(item.bucket.parameters, self._there(item), strict=True):
-                parameter.grad = AbsentGradient.of(parameter) if is_there else None
+            for index, is_there in enumerate(self._there(item, item.home, item.present)):
+                if item.even is None or item.even.parts[index].is_mine:
+                    parameter = item.bucket.parameters[index]
+                    parameter.grad = AbsentGradient.of(parameter) if is_there else None
 
     def _put_together(self, factor: Tensor) -> None:
         """Add this batch's gradients to those of earlier batches, in host memory."""
@@ -300,15 +344,16 @@ class OffloadedGradients:
             if item.earlier is None or not item.earlier_present:
                 continue
             assert item.home is not None
-            before = self._there_in(item.earlier, item.earlier_present)
-            now = self._there(item)
-            values, earlier = item.home[: item.bucket.numel], item.earlier[: item.bucket.numel]
+            before = self._there(item, item.earlier, item.earlier_present)
+            now = self._there(item, item.home, item.present)
+            values, earlier = item.own(item.home), item.own(item.earlier)
             for change in self._changes:
                 change([earlier])
             values.mul_(factor.to(values.device)).add_(earlier)
-            item.home[item.bucket.numel :].add_(item.earlier[item.bucket.numel :])
+            if item.even is None:
+                item.home[item.bucket.numel :].add_(item.earlier[item.bucket.numel :])
             item.present = _either(before, now)
-            self._look(item, item.bucket.views(item.home))
+            self._look(item, item.own_views(item.home))
             let_go(item.home, item.earlier)
         self._changes.clear()
 
@@ -335,7 +380,8 @@ class OffloadedGradients:
         self._enter(key, begins=False)
         for item in self._of[key]:
             if item.is_mine:
-                pairs = zip(item.bucket.parameters, item.views(), self._there(item), strict=True)
+                assert item.flat is not None
+                pairs = zip(item.bucket.parameters, item.own_views(item.flat), self._there(item, item.home, item.present), strict=True)
                 found |= {parameter: view for parameter, view, is_there in pairs if is_there}
         self._streams.uses(writes=list(found.values()))
         for change in self._changes if found else ():
@@ -355,8 +401,11 @@ class OffloadedGradients:
         """Give parameters their gradients on the device, for these to be summed over stages."""
         self._streams.settle()
         for item, index in self._named(names):
-            if self._there(item)[index]:
+            if self._there(item, item.home, item.present)[index]:
                 assert item.home is not None
+                if item.even is not None:
+                    item.even.gradient = item.own(item.home).to(self._streams.ops.device, copy=True)
+                    continue
                 view = item.bucket.views(item.home)[index]
                 item.bucket.parameters[index].grad = view.to(self._streams.ops.device, copy=True)
 
@@ -378,12 +427,9 @@ class OffloadedGradients:
     def _mine(self) -> Iterator[GradientSum]:
         return (item for _, item in self._place_of.values() if item.is_mine)
 
-    def _there(self, item: GradientSum) -> list[bool]:
-        """Which of the parameters have a gradient, on any rank."""
-        return self._there_in(item.home, item.present)
-
-    def _there_in(self, home: Tensor | None, present: list[bool]) -> list[bool]:
-        if home is None or all(present) or len(self._group) == 1:
+    def _there(self, item: GradientSum, home: Tensor | None, present: list[bool]) -> list[bool]:
+        """Which of the parameters have a gradient at ``home``, on any rank."""
+        if home is None or all(present) or len(self._group) == 1 or item.even is not None:
             return present
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
         self._streams.settle()

@@ -41,7 +41,8 @@ from lightning_mist.runtime.host_memory import (
 )
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.parameters import (
-    AbsentGradient,
+    EvenShards,
+    FlatShard,
     MasterWeights,
     UnitGather,
     UnitKey,
@@ -49,15 +50,16 @@ from lightning_mist.runtime.parameters import (
     at_work,
     make_absent,
     make_present,
+    shared_out,
     unversioned,
 )
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
 from lightning_mist.schedule.stage_program import NUM_BUFFERS
-from lightning_mist.schedule.stage_units import defers_update, offloaded_parameters, stage_update, updated_units
+from lightning_mist.schedule.stage_units import defers_update, moved_parameters, stage_update, updated_units
 
-_Place = tuple[nn.Parameter, Path]
-"""A parameter and what leads to one of its state's tensors, or to its master."""
+_Place = tuple[Any, Path]
+"""A parameter and what leads to one of its state's tensors, or to its master; or a flat buffer and its master."""
 
 _MASTER: Path = (object(),)
 
@@ -79,6 +81,7 @@ class OffloadedState:
         rows: The step, unit by unit (:func:`lightning_mist.schedule.stage_program.update_rows`).
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
         masters: What is updated in place of parameters, if there are any.
+        even: What ranks share out evenly, if anything.
         is_dealt: Whether other ranks update other parameters of the same units.
         stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 
@@ -101,10 +104,12 @@ class OffloadedState:
         gradients: OffloadedGradients | None = None,
         gather: UnitGather | None = None,
         masters: MasterWeights | None = None,
+        even: EvenShards | None = None,
         is_dealt: bool = False,
         stale: Mapping[UnitKey, Mapping[str, nn.Parameter]] | None = None,
     ) -> None:
         self._gather, self._masters, self._stale, self._todo = gather, masters, stale, set[Action]()
+        self._even = even
         self._process = os.getpid()
         self._optimizer, self._units, self.rows = optimizer, units, tuple(rows)
         self.actions = tuple(chain.from_iterable(rows))
@@ -168,18 +173,27 @@ class OffloadedState:
 
     def _rooms(self) -> list[list[Tensor]]:
         """What must fit a buffer at once: of what belongs to no layer only parts, where that is larger than layers'."""
-        units = {key: list(self._at_home(self._units[key]).values()) for key in self._movers()}
+        units = {key: list(self._homes_of(key, in_parts=False).values()) for key in self._movers()}
         edges = [key for key in units if key[1] in UNIT_NAMES] if self._is_entrywise else []
         room = max((padded_bytes(of_unit) for key, of_unit in units.items() if key not in edges), default=0)
         can = room >= _LEAST_ROOM and all(tensor.is_contiguous() for key in edges for tensor in units[key])
         large = [key for key in edges if can and padded_bytes(units[key]) > room]
         self._in_parts = frozenset(large)
-        return [list(self._at_home(self._at_once(key)).values()) for key in units]
+        return [list(self._homes_of(key).values()) for key in units]
 
     def _at_once(self, key: UnitKey) -> list[nn.Parameter]:
         """The parameters of a unit that are updated whole: of a large one those of one element, or without state."""
         large = key in self._in_parts
         return [p for p in self._units.get(key, ()) if not (large and p.numel() > 1 and self._at_home([p]))]
+
+    def _flats_of(self, key: UnitKey) -> Sequence[FlatShard]:
+        return () if self._even is None else self._even.updated_with(key)
+
+    def _homes_of(self, key: UnitKey, *, in_parts: bool = True) -> dict[_Place, Tensor]:
+        """What a unit's update needs at once of what is in host memory."""
+        masters = {} if self._masters is None else {s: s.home for s in self._flats_of(key) if s in self._masters.moved}
+        found = self._at_home(self._at_once(key) if in_parts else self._units[key])
+        return found | {(shard, _MASTER): home for shard, home in masters.items() if home is not None}
 
     def flush(self) -> None:
         """Do all that is left of a step, in its order; where updated parameters are given out all ranks do."""
@@ -276,7 +290,7 @@ class OffloadedState:
         if key in self._in_parts:
             self._arriving[key] = self._fetch_part(key, 0, self._parts_of(key)[0], left)
         else:
-            self._arriving[key] = self._fetch(key, self._at_home(self._at_once(key)), left)
+            self._arriving[key] = self._fetch(key, self._homes_of(key), left)
 
     def _fetch(
         self, key: UnitKey, homes: Mapping[_Place, Tensor], left: Any, half: int | None = None
@@ -301,12 +315,25 @@ class OffloadedState:
             self._streams.wait(event)
         self._set(views)
         fetched = {p: value for (p, path), value in views.items() if path is _MASTER}
+        flats = self._flats_of(key)
+        in_flats = {parameter for shard in flats for parameter in shard.bucket.parameters}
+        moved = [shard for shard in flats if shard in fetched]
+        for shard in moved:
+            shard.updated = fetched[shard]
         with ExitStack() as stack:
             if self._masters is not None:
-                stack.enter_context(self._masters.updating(parameters, fetched))
+                whole = [parameter for parameter in parameters if parameter not in in_flats]
+                stack.enter_context(self._masters.updating(whole, fetched))
+            if self._even is not None:
+                stack.enter_context(self._even.shown(flats))
             self._streams.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
             self._steps.of(parameters, {p: gradient for p, gradient in gradients.items() if p in set(parameters)})
-            self._updated[key] = {(p, _MASTER): p.data for p in fetched}
+            self._updated[key] = {(p, _MASTER): p.data for p in fetched if p not in moved}
+        if self._masters is not None:
+            self._masters.updated_evenly(flats)
+        for shard in moved:
+            self._updated[key][shard, _MASTER] = fetched[shard]
+            shard.updated = None
         if self._gradients is not None:
             self._gradients.done(key)
 
@@ -447,9 +474,9 @@ class OffloadedState:
 
     def _homes(self, fresh: Mapping[_Place, Tensor]) -> list[Tensor]:
         """Where tensors are in host memory; they keep the place that they had."""
-        if self._masters is not None:
-            masters = self._masters.homes(parameter for parameter, path in fresh if path is _MASTER)
-            self._home.update({(parameter, _MASTER): value for parameter, value in masters.items()})
+        for item, path in fresh:
+            if path is _MASTER and self._masters is not None:
+                self._home[item, path] = self._masters.home_of(item)
         new = [place for place, value in fresh.items() if not _is_like(self._home.get(place), value)]
         self._home.update(zip(new, self._pool.take([fresh[place] for place in new]), strict=True))
         return [self._home[place] for place in fresh]
@@ -488,19 +515,22 @@ def offload_optimizer_state(
     gradients: OffloadedGradients | None,
     transport: Transport,
     masters: MasterWeights | None,
+    even: EvenShards | None,
 ) -> OffloadedState | None:
     """Let an optimizer step unit by unit where the plan moves what it needs; None if that is nothing."""
     plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
     if not (ratios.optimizer or ratios.parameters or ratios.gradients):
         return None
-    state = offloaded_parameters(plan, module_map, mesh.stage, ratios.optimizer, trained=True)
+    state = moved_parameters(plan, module_map, mesh.stage)["O"]
     units = updated_units(plan, module_map, mesh.stage)
     rows, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
     is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for row in rows for action in row)
-    gather = UnitGather(mesh, parameters, units, transport, masters) if is_given_out else None
+    gather = UnitGather(mesh, parameters, units, transport, masters, even) if is_given_out else None
     # What another optimizer updates, or nobody, is left alone.
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    pieces = {} if even is None else even.parts
     owned = {item.name for item in mesh.owned if parameters[item.name] in updated}
+    owned -= {name for name, part in pieces.items() if not part.is_mine}
     return OffloadedState(
         optimizer,
         {key: [parameters[name] for name in of_unit if name in owned] for key, of_unit in units.items()},
@@ -512,6 +542,7 @@ def offload_optimizer_state(
         gradients=gradients,
         gather=gather,
         masters=masters,
+        even=even,
         is_dealt=mesh.is_sharded and plan.stages[mesh.stage].zero_stage > ZeroStage.NONE,
         stale={key: {name: parameters[name] for name in of_unit} for key, of_unit in units.items()} if defers else None,
     )
@@ -611,7 +642,7 @@ class UnitSteps:
         self._frozen = _Frozen(
             tuple({key: _kept(value) for key, value in options_of(group).items()} for group in groups),
             {key: _kept(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
-            {parameter: gradient for parameter, gradient in given.items() if type(gradient) is not AbsentGradient},
+            {p: gradient for p, grad in given.items() if (gradient := shared_out(grad)) is not None},
             torch.get_default_dtype(),
         )
         for parameter in given:

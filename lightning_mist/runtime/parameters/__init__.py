@@ -7,6 +7,7 @@ from lightning_mist.runtime.parameters.absent_parameters import (
     make_absent,
     make_present,
     present_meanwhile,
+    shared_out,
     works,
 )
 from lightning_mist.runtime.parameters.buckets import (

@@ -137,6 +137,11 @@ class AbsentGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
+def shared_out(gradient: Tensor | None) -> Tensor | None:
+    """A gradient, or what this rank has of it; None if its values are in host memory."""
+    return gradient.piece if type(gradient) is AbsentGradient else gradient
+
+
 def make_absent(
     parameters: Mapping[str, nn.Parameter],
     where: Callable[[str], str],

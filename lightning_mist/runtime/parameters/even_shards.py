@@ -9,6 +9,7 @@ there is a gradient. No graph may be made while pieces are shown: its nodes woul
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lightning_mist.runtime.parameters.absent_parameters import AbsentGradient, 
 from lightning_mist.runtime.parameters.buckets import Bucket, gradient_dtype
 from lightning_mist.runtime.parameters.flat_parts import FlatPart
 from lightning_mist.schedule.flats import Flat
+from lightning_mist.schedule.stage_program import Key
 from lightning_mist.tensors import is_hollow
 
 
@@ -30,7 +32,9 @@ class FlatShard:
     Attributes:
         shapes: Of what lies in the buffer.
         updated: The piece of what the optimizer updates, where parameters are not that themselves: masters, or values
-            under ZeRO-3.
+            under ZeRO-3. None while it is in host memory.
+        home: Its place there, if it has one.
+        kept: The piece of what is computed with under ZeRO-3; may be ``updated``.
         gradient: The piece of the gradients that the parameters have.
         fresh: Of those of the batch that runs, or has just run; none of a parameter is zeros.
     """
@@ -45,6 +49,8 @@ class FlatShard:
         cut = [min(max(place - first, 0), flat.piece) for place in (*flat.starts[:-1], *ends)]
         self._own_splits = _with_gaps(cut[: len(parts)], cut[len(parts) :], flat.piece)
         self.updated: Tensor | None = None
+        self.home: Tensor | None = None
+        self.kept: Tensor | None = None
         self.gradient: Tensor | None = None
         self.fresh: Tensor | None = None
         self.present = [False] * len(parts)
@@ -75,11 +81,11 @@ class FlatShard:
         """Memory for a piece, of zeros: what no parameter has stays zero."""
         return torch.zeros(self.flat.piece, dtype=like.dtype, device=like.device)
 
-    def own(self) -> Tensor:
-        """The piece of what the optimizer updates."""
-        if self.updated is not None:
-            return self.updated
-        values = [parameter.detach() for parameter in self.bucket.parameters]
+    def own(self, home: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+        """The piece of what the optimizer updates; ``home``: parameters that are in host memory, by canonical name."""
+        if (there := self.home if self.updated is None else self.updated) is not None:
+            return there
+        values = self.computed_with(home)
         self.keep(own := self.empty_piece(values[0]), values)
         return own
 
@@ -97,7 +103,9 @@ class FlatShard:
         for index in self._mine:
             parameter = self.bucket.parameters[index]
             is_known = parameter.grad is None or type(parameter.grad) is AbsentGradient
-            if not is_known or (self.updated is None and not parameter.data.is_contiguous()):
+            # What is elsewhere has one number for all of its values.
+            is_here = self.updated is None and any(parameter.data.stride())
+            if not is_known or (is_here and not parameter.data.is_contiguous()):
                 raise PlanError(
                     f"{'the strides' if is_known else 'the gradient'} of {self.flat.names[index]} were replaced while "
                     "ranks share it out: change memory in configure_model, and gradients under zero_stage = 0"
@@ -138,11 +146,15 @@ class FlatShard:
         """Move the parameters' gradients, times ``scale``, into a buffer of the type in which they travel."""
         buffer = self.buffer(dtype)
         whole = buffer.view(-1)
-        for gap in torch.split(whole, self._splits)[1::2]:
-            gap.zero_()
+        self.zero_gaps(whole)
         had = self.bucket.move_gradients(self.views(whole), whole, scale=scale, ranks=self.flat.degree)
         self.present = [one or other for one, other in zip(self.present, had, strict=True)]
         return buffer
+
+    def zero_gaps(self, whole: Tensor) -> None:
+        """Let a whole buffer be zero where no parameter is."""
+        for gap in torch.split(whole, self._splits)[1::2]:
+            gap.zero_()
 
     def add(self, piece: Tensor) -> None:
         """Add what ranks have reduced to this one."""
@@ -178,14 +190,21 @@ class EvenShards:
         )
         self.trained = tuple(shard for shard in self.shards if shard.flat.is_trained)
         self._of = {name: (shard, index) for shard in self.shards for index, name in enumerate(shard.flat.names)}
+        self._updated_with: dict[Key, list[FlatShard]] = {}
+        for shard in self.trained:
+            self._updated_with.setdefault(shard.flat.reduced[0], []).append(shard)
         self.where = f"shared out over ranks {', '.join(map(str, mesh.shard_peers))}"
 
-    def part_of(self, name: str) -> Tensor:
-        """What the optimizer updates of a parameter on this rank."""
+    def part_of(self, name: str, home: Mapping[str, Tensor]) -> Tensor:
+        """What the optimizer updates of a parameter on this rank; ``home`` as of :meth:`FlatShard.own`."""
         shard, index = self._of[name]
-        if shard.updated is not None:
-            return shard.pieces(shard.updated)[index]
-        return shard.bucket.parameters[index].detach().reshape(-1)[slice(*shard.parts[index].span)]
+        if (there := shard.home if shard.updated is None else shard.updated) is not None:
+            return shard.pieces(there)[index]
+        return shard.computed_with(home)[index].reshape(-1)[slice(*shard.parts[index].span)]
+
+    def updated_with(self, key: Key) -> Sequence[FlatShard]:
+        """What is updated with a unit: with the first of those that use it."""
+        return self._updated_with.get(key, ())
 
     def begin(self, earlier: Collection[nn.Parameter] = ()) -> None:
         """A batch begins; gradients are freed but those that ``earlier`` parameters have of batches before."""
@@ -232,13 +251,13 @@ class EvenShards:
             shard.stand_in([one or other for one, other in zip(had, shard.present, strict=True)])
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Inside, every trained parameter is, and has the gradient of, what of it is this rank's."""
-        every = [parameter for shard in self.trained for parameter in shard.bucket.parameters]
-        with present_meanwhile(every):
-            for shard in self.trained:
+    def shown(self, shards: Sequence[FlatShard] | None = None) -> Iterator[None]:
+        """Inside, trained parameters, by default all, are and have the gradient of what of them is this rank's."""
+        shards = self.trained if shards is None else shards
+        with present_meanwhile([parameter for shard in shards for parameter in shard.bucket.parameters]):
+            for shard in shards:
                 shard.check()
-            before = [item for shard in self.trained for item in shard.show()]
+            before = [item for shard in shards for item in shard.show()]
             try:
                 yield
             finally:
@@ -247,17 +266,21 @@ class EvenShards:
                     parameter.data = value
                     parameter.grad = stand_in if has_gradient else None
 
-    def give_out(self, computed: Mapping[str, Tensor]) -> Iterator[tuple[Work, Callable[[], None]]]:
+    def give_out(
+        self, computed: Mapping[str, Tensor], shards: Sequence[FlatShard] | None = None
+    ) -> Iterator[tuple[Work, Callable[[], None]]]:
         """After an update: give every rank of the group what it computes with, and what is to be done behind that.
 
         Args:
             computed: That by canonical name, where it is another tensor than the parameter.
+            shards: What was updated, by default all.
         """
-        for shard in self.trained:
-            buffer = shard.buffer(shard.computed_with(computed)[0].dtype)
+        for shard in self.trained if shards is None else shards:
+            values = shard.computed_with(computed)
+            buffer = shard.buffer(values[0].dtype)
             own = buffer[shard.parts[0].place]
             if shard.updated is None:
-                shard.keep(own, [parameter.detach() for parameter in shard.bucket.parameters])
+                shard.keep(own, values)
             else:
                 own.copy_(shard.updated)
             work = self._transport.all_gather_into(buffer, self._mesh.shard_peers)

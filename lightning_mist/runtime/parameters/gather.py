@@ -197,7 +197,7 @@ class ParameterGatherer:
         if segment.flat is None:
             return [self._value(name) for name in segment.names]
         assert self._even is not None
-        return [next(shard.own() for shard in self._even.shards if shard.flat.names == segment.names)]
+        return [next(shard.own(self._home) for shard in self._even.shards if shard.flat.names == segment.names)]
 
     def _value(self, name: str) -> Tensor:
         home = self._home.get(name)

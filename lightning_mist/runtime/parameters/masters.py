@@ -26,7 +26,7 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.host_memory import HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
-from lightning_mist.runtime.parameters.even_shards import EvenShards
+from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard
 from lightning_mist.runtime.parameters.unit_shards import UnitShards
 from lightning_mist.tensors import is_hollow
 
@@ -43,6 +43,7 @@ class MasterWeights:
         pool: That memory.
 
     Attributes:
+        moved: Flat buffers whose masters are in host memory.
         away: Trained parameters of this rank's stages whose masters are not on this device, by canonical name.
         home: Masters of this rank's in host memory, by canonical name.
 
@@ -76,6 +77,9 @@ class MasterWeights:
             if item.is_even or owner[item.name] != mesh.shard_index
         }
         self._moved = [[name for name in names if name in owner and name not in self._where] for names in offloaded]
+        in_host = set(chain.from_iterable(offloaded))
+        self.moved = [shard for shard in self._even if shard.flat.names[0] in in_host]
+        self._homes: dict[FlatShard, Tensor] = {}
         self.away = {name: every[name] for name in (*self._where, *chain.from_iterable(self._moved))}
         self._casts: dict[str, Tensor] = {}
         self._masters: dict[str, Tensor] = {}
@@ -104,6 +108,13 @@ class MasterWeights:
             whole = [parameter.detach() for parameter in shard.bucket.parameters]
             shard.updated = shard.empty_piece(whole[0])
             shard.keep(shard.updated, whole)
+            if shard in self.moved:
+                if shard not in self._homes:
+                    assert self._pool is not None
+                    (self._homes[shard],) = self._pool.take([shard.updated])
+                shard.home = self._homes[shard].copy_(shard.updated)
+                shard.updated = None
+                let_go(shard.home)
         for names in filter(None, self._moved):
             values = [self._every[name].detach() for name in names]
             if names[0] not in self.home:
@@ -124,8 +135,9 @@ class MasterWeights:
         elif name in self._masters:
             self._masters[name] = self._every[name].data = value
         for shard in self._even:
-            if name in shard.flat.names and shard.updated is not None:
-                shard.put(shard.updated, shard.flat.names.index(name), value)
+            if name in shard.flat.names:
+                shard.put(shard.own(), shard.flat.names.index(name), value)
+                let_go(shard.own())
         if self._shards is None or not self._shards.give(name, value):
             self._casts[name] = value.to(self.types[name])
 
@@ -136,7 +148,7 @@ class MasterWeights:
         self._masters.clear()
         self._nothing.clear()
         for shard in self._even:
-            shard.updated = None
+            shard.updated = shard.home = None
 
     def compute(self) -> None:
         """A batch begins: parameters are what is computed with."""
@@ -169,6 +181,10 @@ class MasterWeights:
         names = {parameter: self._held.get(parameter) for parameter in parameters}
         return {parameter: self.home[name] for parameter, name in names.items() if name in self.home}
 
+    def home_of(self, item: nn.Parameter | FlatShard) -> Tensor:
+        """The master in host memory of a parameter, or this rank's piece of those of a flat buffer."""
+        return self._homes[item] if isinstance(item, FlatShard) else self.home[self._held[item]]
+
     @contextmanager
     def updating(self, parameters: Collection[nn.Parameter], fetched: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
         """Inside, some of this rank's parameters are their masters; behind it their casts are what these became.
@@ -188,6 +204,17 @@ class MasterWeights:
         finally:
             for parameter, value in found.items():
                 parameter.data = value
+
+    def updated_evenly(self, shards: Iterable[FlatShard]) -> None:
+        """This rank's pieces of masters have been updated: cast them."""
+        for shard in shards:
+            assert shard.updated is not None
+            if shard.kept is not None:
+                shard.kept.copy_(shard.updated)
+                continue
+            pairs = zip(shard.flat.names, shard.parts, strict=True)
+            casts = [self.cast_of(name).view(-1)[slice(*part.span)] for name, part in pairs]
+            torch._foreach_copy_(casts, shard.pieces(shard.updated))
 
     def updates_part(self, parameter: nn.Parameter, low: int, value: Tensor) -> None:
         """Elements of a master from ``low`` on have become these: cast them."""

@@ -1,6 +1,7 @@
 """Giving out, unit by unit, what a stage's ranks have updated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.absent_parameters import make_present
 from lightning_mist.runtime.parameters.buckets import Bucket, owned_buckets, views_like
 from lightning_mist.runtime.parameters.buffers import unversioned
+from lightning_mist.runtime.parameters.even_shards import EvenShards
 from lightning_mist.runtime.parameters.masters import MasterWeights
 from lightning_mist.runtime.parameters.unit_shards import UnitKey
 
@@ -19,6 +21,7 @@ class UnitGather:
 
     Args:
         masters: Has what is given out of those that have masters.
+        even: What ranks share out evenly, if anything.
     """
 
     def __init__(
@@ -28,11 +31,13 @@ class UnitGather:
         units: Mapping[UnitKey, Sequence[str]],
         transport: Transport,
         masters: MasterWeights | None = None,
+        even: EvenShards | None = None,
     ) -> None:
-        self._mesh, self._transport, self._masters = mesh, transport, masters
-        owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
-        self._of = {key: owned_buckets(names, parameters, owners) for key, names in units.items()}
-        self._under_way: dict[UnitKey, list[tuple[Bucket, Tensor, Work]]] = {}
+        self._mesh, self._transport, self._masters, self._even = mesh, transport, masters, even
+        owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
+        dealt = {key: [name for name in names if name in owners] for key, names in units.items()}
+        self._of = {key: owned_buckets(names, parameters, owners) for key, names in dealt.items()}
+        self._under_way: dict[UnitKey, list[tuple[Bucket, Work, Callable[[], None]]]] = {}
 
     def begin(self, key: UnitKey) -> None:
         """Start to give out a unit's parameters, which are updated where they are owned."""
@@ -44,7 +49,12 @@ class UnitGather:
             if bucket.owner == self._mesh.shard_index:
                 torch._foreach_copy_(views_like(flat, values), values)
             work = self._transport.broadcast(flat, self._mesh.shard_peers[bucket.owner], group)
-            self._under_way.setdefault(key, []).append((bucket, flat, work))
+            self._under_way.setdefault(key, []).append((bucket, work, partial(self._receive, bucket, flat)))
+        if self._even is not None:
+            casts = {} if self._masters is None else self._masters.given_out(is_cast=True)
+            shards = self._even.updated_with(key)
+            for shard, (work, then) in zip(shards, self._even.give_out(casts, shards), strict=True):
+                self._under_way.setdefault(key, []).append((shard.bucket, work, then))
 
     def finish(self) -> None:
         """Wait for everything that is under way."""
@@ -53,13 +63,16 @@ class UnitGather:
 
     def end(self, key: UnitKey) -> None:
         """Wait for a unit's parameters, and take over those of others."""
-        for bucket, flat, work in self._under_way.pop(key, ()):
+        for bucket, work, then in self._under_way.pop(key, ()):
             work.wait()
             make_present(bucket.parameters)
-            if bucket.owner != self._mesh.shard_index:
-                values = self._values(bucket)
-                with unversioned(bucket.parameters):
-                    torch._foreach_copy_(values, views_like(flat, values))
+            with unversioned(bucket.parameters):
+                then()
+
+    def _receive(self, bucket: Bucket, flat: Tensor) -> None:
+        if bucket.owner != self._mesh.shard_index:
+            values = self._values(bucket)
+            torch._foreach_copy_(values, views_like(flat, values))
 
     def _values(self, bucket: Bucket) -> list[Tensor]:
         masters = self._masters

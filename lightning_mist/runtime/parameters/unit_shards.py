@@ -51,7 +51,6 @@ class _Shard:
     Attributes:
         first: The first unit that uses them.
         even: This rank's piece of them where they are shared out evenly.
-        kept: What it has of what is computed with then.
         has_master: Whether what is computed with is cast, where it is owned, from what the optimizer updates.
         is_resident: Whether the values are here all the time.
         is_attached: Whether the parameters are views of the storage.
@@ -72,7 +71,7 @@ class _Shard:
         even: FlatShard | None = None,
     ) -> None:
         self.bucket, self.first, self.is_owned, self._where, self.even = bucket, first, is_owned, where, even
-        self.is_offloaded = is_owned and is_offloaded
+        self.is_offloaded = is_offloaded and (is_owned or even is not None)
         self.has_master = has_master
         self.is_resident = is_owned and not is_offloaded
         self.users = 0
@@ -82,7 +81,8 @@ class _Shard:
         self.arriving: Any = None
         self.leaving: Any = None
         like = bucket.parameters[0]
-        self.kept = None if even is None else even.empty_piece(like)
+        if even is not None and not is_offloaded:
+            even.kept = even.empty_piece(like)
         self._storage = torch.empty(0, dtype=like.dtype, device=like.device).untyped_storage()
         # Made once: they stay right whether the storage has its memory or not.
         self.flat = torch.empty(0, dtype=like.dtype, device=like.device)
@@ -116,10 +116,10 @@ class _Shard:
             values = [masters[self.bucket.names[index]] for index in here]
             torch._foreach_copy_([self._views[index] for index in here], values)
 
-    def place(self) -> None:
-        """Put this rank's piece into the storage."""
-        if self.even is not None and self.kept is not None:
-            self.flat.view(self.even.flat.degree, -1)[self.even.parts[0].place].copy_(self.kept)
+    @property
+    def own(self) -> Tensor:
+        """What of the storage is this rank's."""
+        return self.flat if self.even is None else self.flat.view(self.even.flat.degree, -1)[self.even.parts[0].place]
 
     def allocate(self) -> None:
         """Give the storage its memory."""
@@ -132,11 +132,14 @@ class _Shard:
 
     def send_home(self, pool: HostPool) -> None:
         """Move the parameters' values into host memory."""
-        if self.home is None or len(self.home) != len(self.flat):
-            (self.home,) = pool.take([self.flat])
-        for view, parameter in zip(self.views_of(self.home), self.bucket.parameters, strict=True):
-            if not is_hollow(parameter.data):
-                view.copy_(parameter.data)
+        if self.home is None or len(self.home) != len(self.own):
+            (self.home,) = pool.take([self.own])
+        if self.even is not None:
+            self.even.keep(self.home.zero_(), [parameter.data for parameter in self.bucket.parameters])
+        else:
+            for view, parameter in zip(self.views_of(self.home), self.bucket.parameters, strict=True):
+                if not is_hollow(parameter.data):
+                    view.copy_(parameter.data)
         let_go(self.home)
         self.free()
 
@@ -150,7 +153,9 @@ class _Shard:
 
     def values(self) -> Mapping[str, Tensor]:
         """Values in host memory by name."""
-        return {} if self.home is None else dict(zip(self.bucket.names, self.views_of(self.home), strict=True))
+        if self.home is None or self.even is not None:
+            return {}
+        return dict(zip(self.bucket.names, self.views_of(self.home), strict=True))
 
     def attach(self) -> None:
         """Let the parameters be views of the storage."""
@@ -215,7 +220,7 @@ class UnitShards:
         for item in mesh.held:
             p, is_offloaded = parameters[item.name], item.name in offloaded
             owner = item.owner(mesh.stage) if self._is_shared else mesh.shard_index
-            if (self._is_shared and not item.is_even) or is_offloaded:
+            if not item.is_even if self._is_shared else is_offloaded:
                 is_updated = p.requires_grad or not (is_offloaded or has_masters)
                 key_of = (tuple(users[item.name]), owner, is_offloaded, is_updated, p.dtype, p.device)
                 together.setdefault(key_of, []).append((item.name, p))
@@ -239,14 +244,14 @@ class UnitShards:
                 of_flat.bucket,
                 of_flat.flat.users[0],
                 is_owned=False,
-                is_offloaded=False,
+                is_offloaded=of_flat.flat.names[0] in offloaded,
                 has_master=has_masters and of_flat.flat.is_trained,
                 where=f"{even.where} (zero_stage 3)" if even is not None else "",
                 even=of_flat,
             )
             self._shards.append(shard)
             if not shard.has_master:
-                of_flat.updated = shard.kept
+                of_flat.updated = of_flat.kept
             for key in of_flat.flat.users:
                 self._of[key].append(shard)
         self._cast_at = {
@@ -300,14 +305,16 @@ class UnitShards:
         with torch.no_grad():
             for shard in self._shards:
                 shard.lay_out()
-                if shard.even is not None and shard.kept is not None:
-                    shard.even.keep(shard.kept, [parameter.data for parameter in shard.bucket.parameters])
+                if shard.even is not None and shard.even.kept is not None:
+                    shard.even.keep(shard.even.kept, [parameter.data for parameter in shard.bucket.parameters])
                     shard.free()
                 elif shard.is_resident:
                     shard.take()
                 elif shard.is_offloaded:
                     assert self._pool is not None
                     shard.send_home(self._pool)
+                    if shard.even is not None and not shard.has_master:
+                        shard.even.home = shard.home
                 else:
                     shard.free()
 
@@ -316,8 +323,11 @@ class UnitShards:
         for shard in self._shards:
             if name in shard.bucket.names:
                 index = shard.bucket.names.index(name)
-                if shard.even is not None and shard.kept is not None:
-                    shard.even.put(shard.kept, index, value)
+                if shard.even is not None:
+                    own = shard.home if shard.even.kept is None else shard.even.kept
+                    assert own is not None
+                    shard.even.put(own, index, value)
+                    let_go(own)
                     return True
                 views = shard.views_of(shard.flat if shard.home is None else shard.home)
                 views[index].copy_(value)
@@ -329,8 +339,8 @@ class UnitShards:
         """A batch begins: parameters that are here as masters are cast, others' are away."""
         for shard in self._shards:
             if shard.has_master and shard.even is not None:
-                assert shard.kept is not None
-                shard.kept.copy_(shard.even.own())
+                if shard.even.kept is not None and shard.even.updated is not None:
+                    shard.even.kept.copy_(shard.even.updated)
                 shard.free()
             elif shard.has_master and shard.is_resident:
                 shard.cast(self.masters)
@@ -360,7 +370,9 @@ class UnitShards:
                 if not shard.is_attached:
                     self._fetch(shard)
                 if shard.even is not None:
-                    shard.place()
+                    self._arrived(shard)
+                    if shard.even.kept is not None:
+                        shard.own.copy_(shard.even.kept)
                     shard.work = self._transport.all_gather_into(shard.flat, self._group)
                 elif self._is_shared:
                     # Others get what has arrived.
@@ -391,21 +403,31 @@ class UnitShards:
     def fetch(self, key: UnitKey) -> None:
         """Start to fetch this rank's own parameters of a unit from host memory, for their update."""
         for shard in self._updated(key):
-            self._fetch(shard)
+            if shard.even is None:
+                self._fetch(shard)
+                continue
+            assert shard.home is not None
+            piece = shard.even.kept = torch.empty_like(shard.home, device=shard.flat.device)
+            if not shard.has_master:
+                shard.even.updated = piece
+            self._load(shard, piece)
 
     def fetched(self, key: UnitKey) -> None:
         """Wait for a unit's own parameters that :meth:`fetch` began to copy."""
         for shard in self._updated(key):
             self._settle(shard)
-            shard.attach()
+            if shard.even is None:
+                shard.attach()
 
     def store(self, key: UnitKey) -> None:
         """Start to write what was updated back to host memory; what was written back before is freed."""
         self.settle()
         assert self._streams is not None
         for shard in self._updated(key):
+            values = shard.flat if shard.even is None else shard.even.kept
             assert shard.home is not None
-            shard.leaving = self._streams.store([shard.home], [shard.flat])
+            assert values is not None
+            shard.leaving = self._streams.store([shard.home], [values])
             self._leaving.append(shard)
 
     def settle(self) -> None:
@@ -420,6 +442,10 @@ class UnitShards:
         assert self._streams is not None
         self._streams.wait(shard.leaving)
         shard.leaving = None
+        if shard.even is not None:
+            shard.even.kept = None
+            if not shard.has_master:
+                shard.even.updated = None
 
     def _updated(self, key: UnitKey) -> list[_Shard]:
         """What is updated with a unit: of parameters that several units use, the first of these."""
@@ -429,11 +455,14 @@ class UnitShards:
     def _fetch(self, shard: _Shard) -> None:
         if not shard.is_resident:
             shard.allocate()
-        if shard.is_offloaded:
-            assert self._streams is not None
-            assert shard.home is not None
-            # Its memory was another's until all that was launched so far has run.
-            shard.arriving = self._streams.load([shard.flat], [shard.home], after=[self._streams.ops.record()])
+        if shard.is_offloaded and (shard.even is None or shard.even.kept is None):
+            self._load(shard, shard.own)
+
+    def _load(self, shard: _Shard, target: Tensor) -> None:
+        assert self._streams is not None
+        assert shard.home is not None
+        # Its memory was another's until all that was launched so far has run.
+        shard.arriving = self._streams.load([target], [shard.home], after=[self._streams.ops.record()])
 
     def _arrived(self, shard: _Shard) -> None:
         if shard.arriving is not None:

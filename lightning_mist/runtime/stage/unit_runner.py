@@ -31,7 +31,7 @@ from lightning_mist.runtime.stage.parameter_guard import ParameterGuard, refused
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.stage_program import StageUnits, lines_of
-from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, offloaded_parameters, plan_units
+from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, moved_parameters, plan_units
 from lightning_mist.schedule.unit_checks import check_units
 
 
@@ -279,8 +279,7 @@ def make_unit_runner(
         return None
     units = expanded_units(plan, module_map, found)
     by_key = {(stage, unit.unit): unit for stage, of_stage in found.items() for unit in of_stage}
-    ratio = plan.stages[mesh.stage].offload.parameters
-    offloaded = offloaded_parameters(plan, module_map, mesh.stage, ratio, trained=False)
+    offloaded = moved_parameters(plan, module_map, mesh.stage)["P"]
     is_needed = any(item.sharded for item in units.values())
     shards = (
         UnitShards(
@@ -290,7 +289,7 @@ def make_unit_runner(
         else None
     )
     offloaded_gradients = _offloaded_gradients(
-        mesh, module_map, parameters, by_key, actions, streams, pools[0], transport
+        mesh, module_map, parameters, by_key, actions, streams, pools[0], transport, even
     )
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {
@@ -318,14 +317,14 @@ def _offloaded_gradients(
     streams: CopyStreams,
     pool: HostPool,
     transport: Transport,
+    even: EvenShards | None,
 ) -> OffloadedGradients | None:
-    ratio = mesh.plan.stages[mesh.stage].offload.gradients
+    offloaded = moved_parameters(mesh.plan, module_map, mesh.stage)["G"]
     backwards = Counter(a.stage for a in actions if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
-    if ratio == 0.0 or not backwards:
+    if not offloaded or not backwards:
         return None
-    offloaded = offloaded_parameters(mesh.plan, module_map, mesh.stage, ratio, trained=True)
     return OffloadedGradients(
-        mesh, parameters, units, offloaded, backwards, streams=streams, pool=pool, transport=transport
+        *(mesh, parameters, units, offloaded, backwards), streams=streams, pool=pool, transport=transport, even=even
     )
 
 

@@ -115,7 +115,7 @@ def _owned_values(engine: Engine) -> dict[str, Any]:
     spans = {} if even is None else even.parts
     parts: dict[str, AnyPart] = {**engine.parts, **spans}
     with at_work():
-        own = {name: even.part_of(name) for name in spans} if even is not None else {}
+        own = {name: even.part_of(name, home) for name in spans} if even is not None else {}
         values = {name: own[name] if name in own else home.get(name, every[name].detach()) for name in _owned(engine)}
     return {name: Shards.of_part(v, parts[name]) if name in parts else v for name, v in values.items()}
 

@@ -65,11 +65,11 @@ class OwnedOptimizer:
             self._hooks += [before, optimizer.register_step_post_hook(options.keep)]
         self._offloaded = offload_optimizer_state(
             *(optimizer, mesh, module_map, parameters, executor.streams, executor.state_pool, executor.shards),
-            *(executor.gradients, executor.transport, executor.masters),
+            *(executor.gradients, executor.transport, executor.masters, self._even),
         )
         if self._offloaded is not None:
             executor.take_update(self._offloaded)
-        self._steps = None if self._even is None else UnitSteps(optimizer, self._update)
+        self._steps = None if self._even is None or self._offloaded is not None else UnitSteps(optimizer, self._update)
 
     def _update(self) -> None:
         assert self._even is not None
@@ -88,8 +88,9 @@ class OwnedOptimizer:
             hook.remove()
         if self._offloaded is not None:
             self._offloaded.end()
-        if self._steps is not None and self._even is not None:
+        if self._steps is not None:
             self._steps.end()
+        if self._even is not None:
             self._even.end()
         cut, device = self.cut, self._device
         kept = on_host(own_state_dict(cut)["state"])
