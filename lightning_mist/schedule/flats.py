@@ -1,9 +1,9 @@
 """Flat buffers of parameters that a stage's ranks share out evenly: one piece a rank, wherever parameters begin or end.
 
 What one unit uses lies in one buffer for each type of elements, so that one collective gathers it and one reduces it;
-what of it moves to host memory lies in a buffer of its own, so that every rank moves an equal piece. Under ZeRO-1, which
-reduces and gathers once a batch, neighbours share buffers of the size of DDP's buckets where the update is not by units.
-All of it follows from a plan and the module's map, equal on all ranks.
+what of it moves to host memory lies in a buffer of its own, so that every rank moves an equal piece. Under ZeRO-1,
+which reduces and gathers once a batch, neighbours share buffers of the size of DDP's buckets if nothing moves. All of
+it follows from a plan and the module's map, equal on all ranks.
 """
 
 from collections.abc import Hashable

@@ -208,7 +208,7 @@ def offloaded_parameters(
 
 
 def moved_parameters(plan: Plan, module_map: ModuleMap, group: int) -> dict[str, frozenset[str]]:
-    """Names of what a group of devices moves of optimizer state (``"O"``), parameters (``"P"``), gradients (``"G"``)."""
+    """Names of what a group moves of optimizer state (``"O"``), parameters (``"P"``), gradients (``"G"``)."""
     ratios = plan.stages[group].offload
     return {
         "O": offloaded_parameters(plan, module_map, group, ratios.optimizer, trained=True),

@@ -44,6 +44,7 @@ def lend(ranks):
     """Bring gradients back from host memory."""
     for rank in ranks:
         if (moved := rank.executor.gradients) is not None:
+            moved.install(torch.ones(()))
             moved.lend(moved.names)
 
 

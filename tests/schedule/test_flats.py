@@ -12,6 +12,7 @@ from lightning_mist.plan import ModuleMap, ParameterSplit, ParameterUse, TensorS
 from lightning_mist.plan.mesh import held_parameters, make_mesh
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.flats import ALIGNMENT, Flat, stage_flats
+from lightning_mist.schedule.stage_units import moved_parameters
 from tests.plans import plan_of, plans
 
 LAYERS = 4
@@ -116,13 +117,24 @@ def test_chunks_of_a_group_share_a_flat_and_reduce_it_each():
     assert stage_flats(plan, map_of(uses), 1) == ()
 
 
-@pytest.mark.parametrize(
-    ("stage", "even"), [({"data": 1}, True), ({"offload": {"optimizer": 0.5}}, True), ({"zero": 0}, True), ({}, False)]
-)
+@pytest.mark.parametrize(("stage", "even"), [({"data": 1}, True), ({"zero": 0}, True), ({}, False)])
 def test_others_share_out_otherwise(stage, even):
     plan = plan_of(8, 1, {"layers": LAYERS, "data": 2, "zero": 1, **stage})
     assert stage_flats(plan, replace(map_of(USES), even_shards=even), 0) == ()
     assert not any(item.is_even for item in held_parameters(plan, replace(map_of(USES), even_shards=even)))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_moves_lies_in_buffers_of_its_own_unit_by_unit(zero):
+    plan = plan_of(8, 1, {"layers": LAYERS, "data": 2, "zero": zero, "offload": {"optimizer": 0.9, "gradients": 1.0}})
+    moved = moved_parameters(plan, map_of(USES), 0)
+    flats = stage_flats(plan, map_of(USES), 0)
+    assert moved["O"]
+    assert moved["O"] < moved["G"]
+    for flat in flats:
+        assert len({(name in moved["O"], name in moved["G"]) for name in flat.names}) == 1
+        assert len(set(flat.reduced[:1])) == flat.is_trained
+    assert {name for flat in flats for name in flat.names} >= moved["G"]
 
 
 def test_groups_of_hybrid_sharding_have_pieces_of_their_own_size():

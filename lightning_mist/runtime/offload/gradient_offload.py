@@ -248,12 +248,7 @@ class OffloadedGradients:
                 assert item.flat is not None
                 item.flat.mul_(1.0 / self._mesh.plan.num_loaders)
             if is_last and item.is_mine:
-                assert item.flat is not None
-                if len(self._replicates) > 1 and self._mesh.is_sharded:
-                    self._transport.all_reduce(item.flat if item.sent is None else item.sent, self._replicates).wait()
-                if item.sent is not None and item.sent is not item.flat:
-                    (item.flat if item.even is None else item.own(item.flat)).copy_(item.sent)
-                self._look(item, item.own_views(item.flat))
+                self._complete(item)
             item.work, item.piece, item.sent = None, None, None
         for item in leaving:
             if item.home is None:
@@ -265,6 +260,15 @@ class OffloadedGradients:
         self._left[self._buffer_of[key]] = self._streams.store(homes, flats)  # type: ignore[arg-type]
         for item in self._of[key]:
             item.flat = None
+
+    def _complete(self, item: GradientSum) -> None:
+        """Let a sum be over all ranks, and look at it."""
+        assert item.flat is not None
+        if len(self._replicates) > 1 and self._mesh.is_sharded:
+            self._transport.all_reduce(item.flat if item.sent is None else item.sent, self._replicates).wait()
+        if item.sent is not None and item.sent is not item.flat:
+            (item.flat if item.even is None else item.own(item.flat)).copy_(item.sent)
+        self._look(item, item.own_views(item.flat))
 
     def finish(self) -> None:
         """A batch has ended.
@@ -381,7 +385,12 @@ class OffloadedGradients:
         for item in self._of[key]:
             if item.is_mine:
                 assert item.flat is not None
-                pairs = zip(item.bucket.parameters, item.own_views(item.flat), self._there(item, item.home, item.present), strict=True)
+                pairs = zip(
+                    item.bucket.parameters,
+                    item.own_views(item.flat),
+                    self._there(item, item.home, item.present),
+                    strict=True,
+                )
                 found |= {parameter: view for parameter, view, is_there in pairs if is_there}
         self._streams.uses(writes=list(found.values()))
         for change in self._changes if found else ():
