@@ -2,9 +2,5 @@
 
 from lightning_mist.runtime.offload.activations import OffloadedActivations
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
-from lightning_mist.runtime.offload.optimizer_state import (
-    OffloadedState,
-    UnitSteps,
-    behind_closure,
-    offload_optimizer_state,
-)
+from lightning_mist.runtime.offload.optimizer_state import OffloadedState, offload_optimizer_state
+from lightning_mist.runtime.offload.unit_steps import UnitSteps, behind_closure

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.runtime.offload.optimizer_state import UnitSteps
+from lightning_mist.runtime.offload.unit_steps import UnitSteps
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
