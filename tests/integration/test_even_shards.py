@@ -1,6 +1,5 @@
 """Optimizers over pieces of parameters: two ranks end where one process does, to the bit."""
 
-import copy
 import math
 from functools import partial
 
@@ -9,13 +8,13 @@ import torch
 from torch import nn
 
 from benchmarks.parity.cell import ROWS as PARITY_ROWS
-from benchmarks.parity.cell import on_all_ranks, subject, train_batch
+from benchmarks.parity.cell import Subject, on_all_ranks, subject, train_batch
 from lightning_mist.errors import PlanError
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.parameters import AbsentGradient
 from lightning_mist.schedule.flats import stage_flats
-from tests.integration.parity import make_plan, map_of, train, train_reference
-from tests.memory_transport import InMemoryWorld, drive
+from tests.integration.parity import make_plan, map_of, train_reference
 from tests.tiers import tiered
 
 RANKS, STEPS, ROWS = 2, 4, 3
@@ -79,23 +78,39 @@ def batches_of(step):
     return found
 
 
+def trained(engine, model, optimize):
+    optimizer = optimize(engine.module)
+    engine.take_optimizer(optimizer)
+    engine.hollow()
+    losses = []
+    for batches in model.batches:
+        optimizer.zero_grad()
+        losses.append(train_batch(engine, batches[engine.rank]))
+        optimizer.step()
+        complete(engine.executor.gather_parameters())
+    return losses, engine.module_values(), engine.owned(optimizer).state()
+
+
+MOVED = OffloadRatios(optimizer=0.3, gradients=1.0, parameters=0.5)
+
+
+@pytest.mark.parametrize("offload", [None, MOVED])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("name", tiered(OPTIMIZERS, ["AdamW, fused", "SGD, momentum", "Adagrad", "ASGD"]))
-def test_two_ranks_train_as_one_to_the_bit(name, zero):
+def test_two_ranks_train_as_one_to_the_bit(name, zero, offload):
     torch.manual_seed(3)
-    module, steps = Odd(), [batches_of(step) for step in range(STEPS)]
+    module, steps = Odd(), tuple(tuple(batches_of(step)) for step in range(STEPS))
     module_map = map_of(module, steps[0][0])
-    plan = make_plan([max(1, len(module_map.blocks))], degrees=[RANKS], rows=ROWS, zero=zero)
+    model = Subject(name="odd", module=module, module_map=module_map, batches=steps, dtype=torch.float32)
+    plan = make_plan([max(1, len(module_map.blocks))], degrees=[RANKS], rows=ROWS, zero=zero, offload=offload)
     assert stage_flats(plan, module_map, 0)
     expected = train_reference(module, steps, OPTIMIZERS[name], math.inf)
-    ranks = [
-        train(copy.deepcopy(module), module_map, plan, steps, transport, optimize=OPTIMIZERS[name], max_norm=math.inf)
-        for transport in InMemoryWorld(RANKS).transports
-    ]
-    for found in (ranks := drive(ranks)):
-        for key, value in expected.parameters.items():
-            assert torch.equal(found.parameters[key], value), key
-    state, wanted = ranks[0].optimizer["state"], expected.optimizer["state"]
+    ranks = on_all_ranks(model, plan, partial(trained, model=model, optimize=OPTIMIZERS[name]))
+    for rank, (losses, *_) in enumerate(ranks):
+        assert losses == [found[rank] for found in expected.losses]
+    for key, value in expected.parameters.items():
+        assert torch.equal(ranks[0][1][key], value), key
+    state, wanted = ranks[0][2]["state"], expected.optimizer["state"]
     assert state.keys() == wanted.keys()
     for number, entry in wanted.items():
         assert state[number].keys() == entry.keys()
