@@ -412,11 +412,11 @@ class OffloadedGradients:
         for item, index in self._named(names):
             if self._there(item, item.home, item.present)[index]:
                 assert item.home is not None
-                if item.even is not None:
-                    item.even.gradient = item.own(item.home).to(self._streams.ops.device, copy=True)
-                    continue
-                view = item.bucket.views(item.home)[index]
-                item.bucket.parameters[index].grad = view.to(self._streams.ops.device, copy=True)
+                view = item.own_views(item.home)[index].to(self._streams.ops.device, copy=True)
+                if item.even is None:
+                    item.bucket.parameters[index].grad = view
+                elif type(stand_in := item.bucket.parameters[index].grad) is AbsentGradient:
+                    stand_in.piece = view
 
     def take_back(self, names: Collection[str]) -> None:
         """Take gradients back that were lent."""

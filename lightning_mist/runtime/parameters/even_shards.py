@@ -18,7 +18,7 @@ from lightning_mist.devices import read
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.parameters.absent_parameters import AbsentGradient, present_meanwhile
+from lightning_mist.runtime.parameters.absent_parameters import AbsentGradient, present_meanwhile, shared_out
 from lightning_mist.runtime.parameters.buckets import Bucket, gradient_dtype
 from lightning_mist.runtime.parameters.flat_parts import FlatPart
 from lightning_mist.schedule.flats import Flat
@@ -114,15 +114,13 @@ class FlatShard:
     def show(self) -> list[tuple[nn.Parameter, Tensor, Tensor | None]]:
         """Let parameters be, and have gradients of, what lies in this rank's piece; gives what they were, and had."""
         own = None if self.updated is None else self.pieces(self.updated)
-        gradients = None if self.gradient is None else self.pieces(self.gradient)
         before = []
         for index in self._mine:
             parameter = self.bucket.parameters[index]
             before.append((parameter, value := parameter.data, stand_in := parameter.grad))
             parameter.grad = None
             parameter.data = value.view(-1)[slice(*self.parts[index].span)] if own is None else own[index]
-            if stand_in is not None and gradients is not None:
-                parameter.grad = gradients[index]
+            parameter.grad = shared_out(stand_in)
         return before
 
     def stand_in(self, there: Sequence[bool]) -> None:
