@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +167,7 @@ def _train(
     streams, pool = rank.executor.streams, rank.executor.pool
     moved = offload_optimizer_state(
         *(optimizer, rank.executor.mesh, module_map, stages.parameters, streams, pool, rank.executor.shards),
-        *(rank.executor.gradients, rank.executor.transport, rank.executor.masters),
+        *(rank.executor.gradients, rank.executor.transport, rank.executor.masters, rank.executor.even),
     )
     if moved is not None:
         rank.executor.take_update(moved)
@@ -177,17 +178,21 @@ def _train(
         optimizer.zero_grad()
         meter.reset()
         meter.observe(_held(rank, optimizer, plan, batches, transport.rank))
-        yield from _metered(meter, _step(rank, optimizer, parts))
+        yield from _metered(meter, _step(rank, optimizer, parts, by_units=moved is not None))
     if moved is not None:
         moved.end()
     return Use(meter.peak_bytes, pool.nbytes)
 
 
-def _step(rank: Rank, optimizer: torch.optim.Optimizer, parts: Sequence[Microbatch]) -> Iterator[Work]:
+def _step(
+    rank: Rank, optimizer: torch.optim.Optimizer, parts: Sequence[Microbatch], *, by_units: bool
+) -> Iterator[Work]:
     yield from rank.run(parts)
     if rank.executor.gradients is not None:
         rank.executor.gradients.install(torch.ones(()))
-    with rank.showing():
+    with rank.showing() if not by_units else nullcontext():
+        if by_units and rank.executor.even is not None:
+            rank.executor.even.install(torch.ones(()))
         optimizer.step()
     yield from rank.executor.gather_parameters()
 

@@ -86,7 +86,8 @@ def batches_of(rank, module):
 
 def max_norm_of(pair):
     """Norms of pieces add up in another order, and what rounds otherwise once is another number of 16 bits."""
-    return None if {"zero1", "zero2", "zero3"} & set(pair.split(">")) else MAX_NORM
+    groups = [group for layout in pair.split(">") for group in LAYOUTS[layout].groups]
+    return None if any(group.zero and group.dp > 1 for group in groups) else MAX_NORM
 
 
 def fit(layout, folder, epochs, max_norm, callbacks=(), resumed=None):
