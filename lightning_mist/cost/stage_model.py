@@ -86,7 +86,7 @@ class _Rank:
     spec: ModelSpec
     memory: MemoryModel
     seconds: dict[float, RegionSeconds] = field(default_factory=dict)
-    beside: dict[tuple[float, int, int, bool], Beside] = field(default_factory=dict)
+    beside: dict[tuple[float, int, int], Beside] = field(default_factory=dict)
     cuts: dict[Hashable, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
 
@@ -237,30 +237,21 @@ class StageCostModel(PlanCosts):
         memory, regions = self.memory(slot), StageRegions.of(self.spec, candidates)
         terms = compute.terms(memory.costs(slot.rows), regions)
         held = memory.holdings.of(candidates)
-        even = self.spec.module_map.even_shards and slot.shard_degree > 1
-        besides = [self.beside(slot, compute, dealt=dealt) for dealt in ((False, True) if even else (False,))]
-        none_K, place_K = np.zeros(len(candidates)), (candidates.is_dealt_K & even).astype(np.int64)
-        shards = {name: none_K.copy() for name in ("unshard_K", "again_K", "scatter_K", *UNSHARDED)}
+        beside, none_K = self.beside(slot, compute), np.zeros(len(candidates))
+        shards = dict.fromkeys(("unshard_K", "again_K", "scatter_K", *UNSHARDED), none_K)
         if slot.shard_degree > 1 and candidates.zero_stage_K.max(initial=0) >= ZeroStage.GRADIENTS:
-            for place, beside in enumerate(besides):
-                at_J = np.flatnonzero(place_K == place)
-                for name, seconds_J in shared_seconds(
-                    beside, slot, regions.take(at_J), candidates.zero_stage_K[at_J]
-                ).items():
-                    shards[name][at_J] = seconds_J
+            shards = shared_seconds(beside, slot, regions, candidates.zero_stage_K)
         forward_ring_K, ring_K = self._ring(slot, compute, regions)
         backward_K = terms["backward_K"] + terms["recompute_K"]
-        once = reductions(*self._machine, slot, candidates, held, backward_K, even=even)
+        once = reductions(*self._machine, slot, candidates, held, backward_K, even=memory.holdings.is_even)
         between_K = replicate_seconds(*self._machine, slot, candidates, memory.holdings)
         passes = update_seconds(self._machine, self.spec, slot, candidates, memory.holdings)
         slower = computation_factor(self.spec, self.profile, "backward")
         terms["backward_K"] = terms["backward_K"] + slower * passes.pass_K
         across = shard_nodes(self.cluster, slot) > 1
         stages = CopyStages(
-            places=[
-                CopyPlace(memory=memory, slot=slot, loads=item.sums.loads, across_nodes=across) for item in besides
-            ],
-            place_K=place_K,
+            places=[CopyPlace(memory=memory, slot=slot, loads=beside.sums.loads, across_nodes=across)],
+            place_K=np.zeros(len(candidates), dtype=np.int64),
             candidates=candidates,
             update_K=passes.update_K,
             reduce_K=once.whole_K,
@@ -312,14 +303,13 @@ class StageCostModel(PlanCosts):
         found = arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K
         return tuple(factor * item_K for item_K in found)
 
-    def beside(self, slot: StageSlot, compute: RegionSeconds, *, dealt: bool = False) -> Beside:
-        """What ZeRO-2 and ZeRO-3 communicate beside computation, of what is ``dealt`` out whatever the optimizer."""
-        rank, holdings, even = self._of(slot), self.memory(slot).holdings, self.spec.module_map.even_shards
+    def beside(self, slot: StageSlot, compute: RegionSeconds) -> Beside:
+        """What ZeRO-2 and ZeRO-3 communicate beside computation."""
+        rank, holdings = self._of(slot), self.memory(slot).holdings
         ranks = slot.shard_degree, shard_nodes(self.cluster, slot)
-        key, shares = (*ranks, even and dealt), (even, dealt)
 
         def find() -> Beside:
-            unshard_R, reduce_FR = unit_seconds(self.profile, holdings.table, *ranks, shares)
+            unshard_R, reduce_FR = unit_seconds(self.profile, holdings.table, *ranks, even=holdings.is_even)
             loads = unit_loads(compute, unshard_R, reduce_FR)
             return Beside(
                 unshard_R=unshard_R,
@@ -329,7 +319,7 @@ class StageCostModel(PlanCosts):
                 sums=RowSums(loads, interference_of(*self._machine), ranks[1] > 1),
             )
 
-        return _cached(rank.beside, (slot.whole_rows, *key), find)
+        return _cached(rank.beside, (slot.whole_rows, *ranks), find)
 
     def _transfers(
         self, slot: StageSlot, candidates: StageCandidates, *, sending: bool

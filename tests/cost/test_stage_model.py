@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.memory.memory_model import BUCKET_BYTES
 from lightning_mist.cost.time.operator_seconds import compute_rate
 from lightning_mist.cost.time.optimizer_step import PASS
+from lightning_mist.plan.sharding import BUCKET_BYTES
 from tests.specs import candidates_of as one
 from tests.specs import cluster, profile, slot_of, spec, with_splits
 

@@ -159,7 +159,6 @@ class StageCandidates(ArrayRecord):
     Attributes:
         checkpointed_K: How many of the first layers are recomputed in backward.
         variant_K: Where several variants of the network are asked about at once: which of them each is of.
-        dealt_K: Whether ZeRO deals parameters out whole, where that is not told by what is offloaded.
     """
 
     start_K: IntArray
@@ -168,14 +167,6 @@ class StageCandidates(ArrayRecord):
     zero_stage_K: IntArray
     offload: OffloadCandidates | None = None
     variant_K: IntArray | None = None
-    dealt_K: BoolArray | None = None
-
-    @property
-    def is_dealt_K(self) -> BoolArray:
-        """Whether ZeRO deals parameters out whole, whatever the optimizer, as units are updated one after another."""
-        if self.offload is not None:
-            return self.offload.is_updated_by_units_K
-        return np.zeros(len(self), dtype=bool) if self.dealt_K is None else self.dealt_K
 
 
 Placed: TypeAlias = tuple[StageSlot, StageCandidates]

@@ -1,8 +1,7 @@
 """Bytes of stages: held, saved, in flight, working, offloaded."""
 
-from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut
+from lightning_mist.cost.memory.held_parameters import BUCKETS_IN_FLIGHT, HeldBytes, Holdings, SharedOut
 from lightning_mist.cost.memory.memory_model import (
-    BUCKETS_IN_FLIGHT,
     TERMS,
     MemoryModel,
     StageMemory,

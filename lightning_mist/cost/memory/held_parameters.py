@@ -28,6 +28,10 @@ from lightning_mist.cost.inputs import (
 )
 from lightning_mist.cost.memory.ownership import Away, Owners, Together
 from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan.sharding import BUCKET_BYTES
+
+BUCKETS_IN_FLIGHT = 2
+"""Buckets of updated parameters under way at once when ZeRO-1 and ZeRO-2 gather them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,11 @@ class HeldBytes:
     together_K: FloatArray
     count_K: FloatArray
 
+    @property
+    def bucket_K(self) -> FloatArray:
+        """The most that a bucket of gradients, or of updated parameters, holds."""
+        return np.minimum(self.trained_K, BUCKET_BYTES + self.largest_K)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOut:
@@ -78,6 +87,7 @@ class Holdings:
     Attributes:
         is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that ZeRO-2 and ZeRO-3 take them for
             one unit.
+        is_even: Whether ZeRO gives ranks even pieces of what no other stage of a pipeline holds.
         owners: Who has what of them.
     """
 
@@ -85,10 +95,11 @@ class Holdings:
         self.spec = spec
         self.table = ParameterTable.of(spec) if table is None else table
         self.is_one_unit = not spec.module_map.blocks or bool(spec.module_map.excludes("shards"))
-        self.owners = Owners(self.table, is_one_unit=self.is_one_unit)
+        self.is_even = spec.module_map.even_shards
+        self.owners = Owners(self.table, is_one_unit=self.is_one_unit, is_even=self.is_even)
         self._networks = networks
         self._held = ByRange(self.table.uses_PR.shape[1], len(HeldBytes.__slots__), networks)
-        self._shares: dict[tuple[int, bool], ByRange] = {}
+        self._shares: dict[int, ByRange] = {}
 
     def of(self, candidates: StageCandidates) -> HeldBytes:
         """Parameters and gradients of each candidate."""
@@ -127,32 +138,18 @@ class Holdings:
         )
         return np.stack([getattr(found, name) for name in HeldBytes.__slots__])
 
-    def is_even(self, candidates: StageCandidates) -> BoolArray:
-        """Whether ZeRO gives ranks even pieces of what no other stage of each candidate's pipeline holds."""
-        return self.spec.module_map.even_shards & ~candidates.is_dealt_K
-
     def shares(self, candidates: StageCandidates, ranks: int) -> SharedOut:
         """What the fullest of the data-parallel ranks of each candidate has where they share parameters out."""
-        even_K, found_XK = self.is_even(candidates), np.empty((10, len(candidates)))
-        for even in set(even_K.tolist()):
-            if (key := (ranks, even)) not in self._shares:
-                self._shares[key] = ByRange(self.table.uses_PR.shape[1], len(found_XK), self._networks)
-            some, shared_of = candidates.take(even_K == even), partial(self.shared_of, ranks=ranks, even=even)
-            ranges = covered(self.spec, some.start_K, some.end_K)
-            found_XK[:, even_K == even] = self._shares[key].of(*ranges, shared_of, self._network(some))
+        if ranks not in self._shares:
+            self._shares[ranks] = ByRange(self.table.uses_PR.shape[1], 10, self._networks)
+        ranges = covered(self.spec, candidates.start_K, candidates.end_K)
+        found_XK = self._shares[ranks].of(*ranges, partial(self.shared_of, ranks=ranks), self._network(candidates))
         return SharedOut(trained_K=found_XK[8], every_K=found_XK[9], forward_AK=found_XK[:4], backward_AK=found_XK[4:8])
 
-    def owned(self, candidates: StageCandidates, ranks: int) -> FloatArray:
-        """Trained bytes of the fullest rank, as they take time: no fewer than where nothing is offloaded."""
-        owned_K = self.shares(candidates, ranks).trained_K
-        if not (self.spec.module_map.even_shards and candidates.is_dealt_K.any()):
-            return owned_K
-        return np.maximum(owned_K, self.shares(replace(candidates, offload=None, dealt_K=None), ranks).trained_K)
-
-    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int, *, even: bool) -> FloatArray:
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
         """Parameters that are there only for a forward, for a backward; those owned that are trained, and all."""
         ranges = zip(low_U.tolist(), high_U.tolist(), strict=True)
-        found = [self.owners.of(*item, ranks, even=even) for item in ranges]
+        found = [self.owners.of(*item, ranks) for item in ranges]
         each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
         found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
         return found_XU
@@ -160,7 +157,7 @@ class Holdings:
     def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
         """What the fullest rank of devices that run several stages has, their parameters dealt out together."""
         ranges = [(int(low_U[0]), int(high_U[0])) for low_U, high_U, _ in map(self._ranges, stages)]
-        return self.owners.together(ranges, ranks, even=bool(self.is_even(stages[0])[0]))
+        return self.owners.together(ranges, ranks)
 
     def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
         """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters."""
@@ -247,9 +244,9 @@ class VariantHoldings(Holdings):
         """What is held of ranges of regions of one of the networks."""
         return self._each[network].held_of(0, low_U, high_U)
 
-    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int, *, even: bool) -> FloatArray:
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
         """What the fullest rank has of ranges of regions of one of the networks."""
-        return self._each[network].shared_of(0, low_U, high_U, ranks, even=even)
+        return self._each[network].shared_of(0, low_U, high_U, ranks)
 
     def _network(self, candidates: StageCandidates) -> IntArray:
         if candidates.variant_K is None:

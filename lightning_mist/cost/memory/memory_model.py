@@ -37,7 +37,13 @@ from lightning_mist.cost.inputs import (
     compile_regions,
     covered,
 )
-from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut, VariantHoldings
+from lightning_mist.cost.memory.held_parameters import (
+    BUCKETS_IN_FLIGHT,
+    HeldBytes,
+    Holdings,
+    SharedOut,
+    VariantHoldings,
+)
 from lightning_mist.cost.memory.moments import Moments, device_moments
 from lightning_mist.cost.memory.offload_bytes import (
     Adjustment,
@@ -54,7 +60,6 @@ from lightning_mist.cost.memory.split_backward import SplitBackward, SplitBackwa
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds, Updates, parts_of, terms_at
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
-from lightning_mist.plan.sharding import BUCKET_BYTES
 from lightning_mist.plan.tensor_split import stripes_of
 
 TERMS = (
@@ -76,9 +81,6 @@ MOST_VARIANTS = 16
 
 MOST_TABLES = 8
 """Working sets of variants that are kept: tables of 25 variants of 40 layers take 1 MB, and a millisecond to make."""
-
-BUCKETS_IN_FLIGHT = 2
-"""Buckets of updated parameters under way at once when ZeRO-1 and ZeRO-2 gather them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +250,7 @@ class MemoryModel:
         imbalance_K, away = np.zeros(len(candidates)), (np.zeros((4, len(candidates))),) * 2
         zero_K, sent_K = candidates.zero_stage_K, np.ones(len(candidates))
         if shares is not None:
-            sent_K = sent_K + self.holdings.is_even(candidates) / degree
+            sent_K = sent_K + self.holdings.is_even / degree
             imbalance_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K - held.trained_K / degree, 0.0)
             shards_K = zero_K >= ZeroStage.PARAMETERS
             away = shares.forward_AK * shards_K, shares.backward_AK * shards_K
@@ -276,7 +278,7 @@ class MemoryModel:
         Of the slot only rows, degrees, batch and whether there are several stages and microbatches matter.
         """
         if candidates.offload is not None:
-            return offloaded_needs(self, slot, candidates)
+            return offloaded_needs(self, slot, replace(candidates, offload=None), candidates.offload)
         context, degree = slot.context_parallel_degree, slot.shard_degree
         costs, held = self.costs(slot.rows, context), self.holdings.of(candidates)
         shares = self.shares(candidates, degree)
@@ -350,8 +352,7 @@ class MemoryModel:
                 "waiting": passes.waiting(),
             }
             if slot.shard_degree > 1 and not zero_stage:
-                bucket_J = _bucket(held)[index_J]
-                terms["filled"] = passes.bucket(bucket_J, progressive=slot.num_microbatches == 1)
+                terms["filled"] = passes.bucket(held.bucket_K[index_J], progressive=slot.num_microbatches == 1)
             for name, term_J in terms.items():
                 found[f"{name}_K"][index_J] = term_J
         return found
@@ -409,7 +410,7 @@ class MemoryModel:
         if slot.shard_degree > 1:
             plain_K, reduces_K = self.plain(slot, candidates), zero_K < ZeroStage.GRADIENTS
             gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
-            even_K = gathers_K & self.holdings.is_even(candidates)
+            even_K = gathers_K & self.holdings.is_even
             if plain_K is not None:
                 filled_K = np.where(plain_K, held.trained_K, filled_K)
             # What was received is there until its gradient leaves: a sum, and what is being added to it, beside the
@@ -417,7 +418,7 @@ class MemoryModel:
             costs = self.costs(slot.rows, slot.context_parallel_degree)
             sent_K = costs.boundary_B[candidates.start_K] + 3 * costs.gradient_boundary_B[candidates.start_K]
             filled = {"transfer_bytes": sent_K * reduces_K, "working_bytes": filled_K * reduces_K}
-            flat_K = np.where(even_K & ~reduces_K, held.unit_K, _bucket(held))
+            flat_K = np.where(even_K & ~reduces_K, held.unit_K, held.bucket_K)
             gathered_K = np.minimum(BUCKETS_IN_FLIGHT * flat_K, held.trained_K) * gathers_K
             if factor == 1.0:
                 # This rank's pieces lie beside the buffers that they come from, and one beside that which it goes to.
@@ -438,11 +439,6 @@ def _owned(
     owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
     gradients_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
     return owned_K, gradients_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
-
-
-def _bucket(held: HeldBytes) -> FloatArray:
-    """The most that a gradient bucket holds."""
-    return np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
 
 
 def _places(chosen_K: BoolArray) -> IntArray | slice | None:

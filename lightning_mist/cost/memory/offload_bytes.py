@@ -57,9 +57,9 @@ from lightning_mist.cost.inputs import (
     StageSlot,
     distinct_rows,
 )
-from lightning_mist.cost.memory.held_parameters import Holdings, VariantHoldings
+from lightning_mist.cost.memory.held_parameters import BUCKETS_IN_FLIGHT, Holdings, VariantHoldings
 from lightning_mist.cost.memory.offload_shares import Shares, StateShares
-from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
+from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds, Updates
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
 
@@ -174,29 +174,26 @@ def staying_bytes(
     return stays_K
 
 
-def _plain(candidates: StageCandidates) -> tuple[StageCandidates, OffloadCandidates]:
-    offload = candidates.offload
-    if offload is None:
-        raise ValueError("candidates.offload = None: nothing is offloaded; ask for the needs without offload")
-    return replace(candidates, offload=None, dealt_K=candidates.is_dealt_K), offload
-
-
-def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
-    """What the memory of candidates that offload is made of."""
-    plain, offload = _plain(candidates)
-    if not len(candidates):
+def offloaded_needs(
+    model: OffloadingModel, slot: StageSlot, plain: StageCandidates, offload: OffloadCandidates
+) -> StageNeeds:
+    """What the memory of candidates is made of that offload something beyond what they are without."""
+    if not len(plain):
         return model.needs(slot, plain)
     pairs_VX, pair_K = distinct_rows(*offload.kept_KX.T, offload.gradients_K)
-    whole = model.needs(slot, plain)
-    offloaded = (
-        shares_of(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
-        shares_of(model, slot, plain, offload.gradients_K, ZeroStage.OPTIMIZER),
-    )
+    whole, degree = model.needs(slot, plain), slot.shard_degree
+
+    def shares(ratio_K: FloatArray, since: ZeroStage, *, trained: bool = True) -> Shares:
+        """Those of a kind of state that is shared out from a ZeRO stage on."""
+        return model.states.of(plain, ratio_K, degree, plain.zero_stage_K >= since, trained=trained)
+
+    offloaded = (shares(offload.gradients_K, ZeroStage.GRADIENTS), shares(offload.gradients_K, ZeroStage.OPTIMIZER))
     resident = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded[0])
-    parameters = shares_of(model, slot, plain, offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
-    optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
+    parameters = shares(offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
+    optimizer = shares(offload.optimizer_K, ZeroStage.OPTIMIZER)
     largest_K = model.holdings.of(plain).largest_K
     found = _with_states(model, resident, parameters, offloaded[1], optimizer, largest_K)
+    found = replace(found, update=unjoined(model, slot, plain, found.update, offload.is_updated_by_units_K))
     spec, in_host = model.spec.optimizer, offloaded[0] if adds_in_host(slot) else offloaded[1]
     sums_K = spec.gradient_bytes_per_parameter_byte * in_host.offloaded_K
     state_K = spec.state_bytes_per_parameter_byte * optimizer.offloaded_K
@@ -246,7 +243,10 @@ def resident_needs(
     # All updated parameters are given out, wherever their gradients were.
     gathered = {"working_bytes": dict(whole.update).get("parameter gathering", {}).get("working_bytes", 0.0)}
     factor = model.spec.optimizer.gradient_bytes_per_parameter_byte
-    buffers_K = factor * (BUFFERS * gradients.largest_K + gradients.single_K)
+    # What is added to a buffer: a gradient, or the piece that has arrived of a unit's.
+    are_pieces_K = (plain.zero_stage_K >= ZeroStage.GRADIENTS) & (model.holdings.is_even and slot.shard_degree > 1)
+    added_K = np.where(are_pieces_K, gradients.largest_K, gradients.single_K)
+    buffers_K = factor * (BUFFERS * gradients.largest_K + added_K)
     if factor > 1 and slot.shard_degree > 1:
         # Sums that ranks reduce travel in the type that is computed in: a unit's, while the next runs its backward.
         buffers_K = buffers_K + np.where(plain.zero_stage_K < ZeroStage.GRADIENTS, gradients.largest_K, 0.0)
@@ -263,6 +263,20 @@ def resident_needs(
         input_backward_K=found.input_backward_K + stays_K,
         weight_backward_K=whole.weight_backward_K,
         update=tuple((name, {**terms, **changed.get(name, {})}) for name, terms in found.update),
+    )
+
+
+def unjoined(
+    model: OffloadingModel, slot: StageSlot, plain: StageCandidates, update: Updates, by_units: BoolArray | bool = True
+) -> Updates:
+    """What comes after the last backward where ZeRO-1 has even pieces of units, which may be larger than buckets."""
+    held, degree = model.holdings.of(plain), slot.shard_degree
+    is_even_K = (plain.zero_stage_K == ZeroStage.OPTIMIZER) & (model.holdings.is_even and degree > 1) & by_units
+    more_K = np.maximum(held.unit_K - held.bucket_K, 0.0) * is_even_K
+    buffers = {"gradient reduction": 1, "parameter gathering": BUCKETS_IN_FLIGHT + 1 / degree}
+    return tuple(
+        (name, {**terms, "working_bytes": terms["working_bytes"] + buffers.get(name, 0) * more_K})
+        for name, terms in update
     )
 
 
@@ -303,30 +317,6 @@ def step_bytes(
         + spec.step_peak_bytes_per_largest * np.minimum(largest_K, stepped_K)
     )
     return step_K
-
-
-def shares_of(
-    model: OffloadingModel,
-    slot: StageSlot,
-    candidates: StageCandidates,
-    ratio_K: FloatArray,
-    since: ZeroStage,
-    *,
-    trained: bool = True,
-) -> Shares:
-    """Shares of a kind of state of which a ratio is offloaded, in bytes of parameters.
-
-    Args:
-        since: The ZeRO stage from which on this state is dealt out.
-    """
-    shards_K = candidates.zero_stage_K >= since
-    found = model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=trained)
-    even_K = shards_K & model.holdings.is_even(candidates)
-    if slot.shard_degree == 1 or not even_K.any():
-        return found
-    even = model.holdings.shares(candidates, slot.shard_degree)
-    # Whoever has even pieces offloads nothing of them.
-    return replace(found, resident_K=np.where(even_K, even.trained_K if trained else even.every_K, found.resident_K))
 
 
 def adds_in_host(slot: StageSlot) -> bool:

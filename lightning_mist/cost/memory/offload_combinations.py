@@ -19,11 +19,11 @@ Array axes
     K  stages with pairs of ratios: of every stage all pairs, those of what layers keep running fastest
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates, StageCandidates, StageSlot
+from lightning_mist.cost.inputs import FloatArray, IntArray, StageCandidates, StageSlot
 from lightning_mist.cost.memory.moments import Moments, in_flight
 from lightning_mist.cost.memory.offload_bytes import (
     BUFFERS,
@@ -31,10 +31,11 @@ from lightning_mist.cost.memory.offload_bytes import (
     adds_in_host,
     resident_needs,
     step_bytes,
+    unjoined,
 )
 from lightning_mist.cost.memory.offload_shares import Shares
-from lightning_mist.cost.memory.stage_bytes import PeakParts
-from lightning_mist.plan import UPDATED_KINDS, ZeroStage
+from lightning_mist.cost.memory.stage_bytes import PeakParts, most_of
+from lightning_mist.plan import ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,8 @@ class OffloadParts:
         unit_BZ: The same where some are: of one unit.
         third_BH: Offloaded parameters of a third unit, which are there in the step.
         whole: Those of stages that torch's own module may run, where nothing is moved.
-        even: Those of stages that move activations at most, where ranks then have even pieces.
+        unjoined_BGA: What comes after the last backward where ZeRO-1 has even pieces unit by unit, which stages have
+            that move more than activations.
     """
 
     resident: PeakParts
@@ -80,20 +82,14 @@ class OffloadParts:
     host_optimizer_BZ: FloatArray
     host_activations_K: FloatArray
     whole: PeakParts | None
-    even: PeakParts | None
+    unjoined_BGA: FloatArray
 
     @classmethod
     def of(cls, model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> "OffloadParts":
         """Those of the stages of one slot, which come without ratios."""
         count, spec = len(candidates), model.spec.optimizer
         state, factor = spec.state_bytes_per_parameter_byte, spec.gradient_bytes_per_parameter_byte
-        zero_B, ranks, even = candidates.zero_stage_K, slot.shard_degree, None
-        if ranks > 1 and model.holdings.is_even(candidates).any():
-            none = np.zeros((len(ratios.kept), len(UPDATED_KINDS)))
-            kept_KO = np.tile(np.concatenate([none, np.array(ratios.kept)], axis=1), (count, 1))
-            each = candidates.take(np.repeat(np.arange(count), len(ratios.kept)))
-            even = PeakParts.of(model.needs(slot, replace(each, offload=OffloadCandidates.of_kinds(kept_KO))))
-        candidates = replace(candidates, dealt_K=np.ones(count, dtype=bool))
+        zero_B, ranks = candidates.zero_stage_K, slot.shard_degree
 
         def shares(values: tuple[float, ...], since: ZeroStage, *, trained: bool = True) -> Shares:
             return model.states.of_ratios(candidates, values, ranks, zero_B >= since, trained=trained)
@@ -110,9 +106,12 @@ class OffloadParts:
         # Of the gradients' shares of all stages, which have no axis for activations.
         place_K = np.arange(len(of_K)) // every
         of_pairs = gradients.take(place_K)
-        resident = resident_needs(model, slot, candidates.take(of_K), whole.take(of_K), (pairs_VX, pair_K), of_pairs)
+        plain = candidates.take(of_K)
+        resident = resident_needs(model, slot, plain, whole.take(of_K), (pairs_VX, pair_K), of_pairs)
+        resident = resident.without("parameter_bytes", "optimizer_bytes")
         largest_B1 = model.holdings.of(candidates).largest_K[:, None]
-        parts = PeakParts.of(resident.without("parameter_bytes", "optimizer_bytes"))
+        parts, shape = PeakParts.of(resident), (count, len(ratios.gradients), every)
+        unjoined_K = most_of(unjoined(model, slot, plain, resident.update))
         return cls(
             resident=parts,
             beside_BG=factor * (owned.resident_K - owned.single_K) + parts.always_K[::every].reshape(count, -1),
@@ -126,7 +125,7 @@ class OffloadParts:
             host_optimizer_BZ=state * optimizer.offloaded_K,
             host_activations_K=whole.saved_K[of_K] - resident.saved_K,
             whole=None if model.plain(slot, candidates) is None else PeakParts.of(whole),
-            even=even,
+            unjoined_BGA=(parts.always_K + unjoined_K).reshape(shape),
         )
 
     def __len__(self) -> int:
@@ -137,14 +136,11 @@ class OffloadParts:
         """Those of the stages at some indices."""
         pairs = len(self.host_activations_K) // max(1, len(self))
         index_K = (index_J[:, None] * pairs + np.arange(pairs)).reshape(-1)
-        kept = pairs // self.beside_BG.shape[1]
-        index_A = (index_J[:, None] * kept + np.arange(kept)).reshape(-1)
-        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if name.endswith(("_BG", "_BH", "_BZ"))}
+        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if "_B" in name}
         return OffloadParts(
             resident=self.resident.take(index_K),
             host_activations_K=self.host_activations_K[index_K],
             whole=self.whole and self.whole.take(index_J),
-            even=self.even and self.even.take(index_A),
             **arrays,
         )
 
@@ -155,14 +151,15 @@ class OffloadParts:
         step_BHGZ = np.where(offloads_BHG[..., None], self.unit_BZ[:, None, None], self.step_BZ[:, None, None])
         step_BHGZ += (self.third_BH[:, :, None] + self.beside_BG[:, None])[..., None]
         rest_BHGZA = np.maximum(pairs_BGA[:, None, :, None], step_BHGZ[..., None])
+        joined_BA = rest_BHGZA[:, 0, 0, 0].copy()
+        np.maximum(rest_BHGZA, self.unjoined_BGA[:, None, :, None], out=rest_BHGZA)
+        # Ratios ascend from 0.
+        rest_BHGZA[:, 0, 0, 0] = joined_BA
         held_BHZ = self.parameters_BH[:, :, None] + self.optimizer_BZ[:, None]
         peak_BHGZA: FloatArray = rest_BHGZA + held_BHZ[:, :, None, :, None]
         if self.whole is not None:
             whole_B = self.whole.peaks(moments)
             peak_BHGZA = np.where(self.host_bytes(moments) > 0, peak_BHGZA, whole_B[:, None, None, None, None])
-        if self.even is not None:
-            # Ratios ascend from 0.
-            peak_BHGZA[:, 0, 0, 0] = self.even.peaks(moments).reshape(len(self), -1)
         return peak_BHGZA
 
     def host_bytes(self, moments: Moments) -> FloatArray:

@@ -34,7 +34,7 @@ from lightning_mist.cost.inputs import (
     distinct_rows,
 )
 from lightning_mist.cost.memory.held_parameters import ByRange, Holdings
-from lightning_mist.cost.memory.ownership import padded
+from lightning_mist.cost.memory.ownership import PIECE_BYTES, padded
 from lightning_mist.plan.sharding import moved_of_unit
 
 OffloadedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
@@ -86,10 +86,16 @@ class Shares:
 
 
 class StateShares:
-    """Shares of stages of one network; keeps what it has computed."""
+    """Shares of stages of one network; keeps what it has computed.
+
+    Attributes:
+        are_even: Whether ranks have even pieces of everything, whatever the stage.
+    """
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
+        self._shared_P = holdings.table.uses_PR[:, -1] > 1
+        self.are_even = holdings.is_even and not self._shared_P.any()
         self._offloaded: dict[tuple[float, bool], BoolArray] = {}
         # Without frozen parameters those that are trained are all.
         bytes_P = holdings.table.bytes_P
@@ -118,9 +124,8 @@ class StateShares:
     def displaces(self, ratios: tuple[float, ...]) -> bool:
         """Whether a larger ratio may leave on the device what a smaller one offloads and several units use."""
         if ratios not in self._displaces:
-            shared_P = self._holdings.table.uses_PR[:, -1] > 1
             self._displaces[ratios] = any(
-                bool((self.offloaded(low, trained=trained) & ~self.offloaded(high, trained=trained) & shared_P).any())
+                (self.offloaded(low, trained=trained) & ~self.offloaded(high, trained=trained) & self._shared_P).any()
                 for trained in (False, True)
                 for low, high in pairwise(ratios)
             )
@@ -238,12 +243,14 @@ class StateShares:
         """The figures of :class:`Shares` of stages with every ratio; axes figure and ``V``, and ``S``."""
         table = self._holdings.table
         bytes_P = table.trainable_P if trained else table.bytes_P if ranks == 1 else padded(table.bytes_P)
-        held = [np.flatnonzero(held_P) for held_P in (table.uses_PR[:, high_S] > table.uses_PR[:, low_S]).T]
-        stage_H, held_H = np.repeat(np.arange(len(held)), [len(held_J) for held_J in held]), np.concatenate(held)
-        bytes_H = bytes_P[held_H]
+        owners, ranges = self._holdings.owners, zip(low_S.tolist(), high_S.tolist(), strict=True)
+        cells = [owners.cells(low, high, ranks) for low, high in ranges]
+        stage_H = np.repeat(np.arange(len(cells)), [len(held_J) for held_J, _, _ in cells])
+        held_H, owner_H, shares_H = (np.concatenate(items) for items in zip(*cells, strict=True))
+        # Whole numbers of bytes, times the ranks, so that sums are exact.
+        bytes_H = bytes_P[held_H] * (ranks // shares_H)
         # The first unit of this stage that uses it.
         unit_H = self._next_PR[held_H, low_S[stage_H]]
-        owner_H = np.concatenate([self._holdings.owners.owner(held_J, ranks) for held_J in held])
         # What one rank has of one unit, as far as there is anything.
         rank_H = stage_H * ranks + owner_H
         code_U, at_H = np.unique(rank_H * table.uses_PR.shape[1] + unit_H, return_inverse=True)
@@ -255,15 +262,16 @@ class StateShares:
         )
         regions = table.uses_PR.shape[1]
         is_layer_U = (code_U % regions > 0) & (code_U % regions < regions - 2)
-        found = np.zeros((len(Shares.__slots__), len(values), len(held)))
+        found = np.zeros((len(Shares.__slots__), len(values), len(cells)))
         stages = (rank_N // ranks,) * 2 + (rank_N[at_U] // ranks,) * 2 + (stage_H, rank_N[at_U] // ranks)
-        cells = resident_VN, offloaded_VN, offloaded_VU, all_U, offloaded_VH, offloaded_VU * is_layer_U
-        for figure, (stage_C, cells_VC) in enumerate(zip(stages, cells, strict=True)):
+        figures = resident_VN, offloaded_VN, offloaded_VU, all_U, offloaded_VH, offloaded_VU * is_layer_U
+        for figure, (stage_C, cells_VC) in enumerate(zip(stages, figures, strict=True)):
             present_J, begin_J = np.unique(stage_C, return_index=True)
-            found[figure][:, present_J] = np.maximum.reduceat(cells_VC, begin_J, axis=1)
+            found[figure][:, present_J] = np.maximum.reduceat(cells_VC, begin_J, axis=1) / ranks
+        found[0] += PIECE_BYTES * (high_S - low_S) * [(shares_J > 1).any() for *_, shares_J in cells]
         largest_VS, room_VS = found[2], found[5]
         found[5] = np.where((room_VS == 0) | (ranks > 1), largest_VS, np.minimum(room_VS, largest_VS))
-        return found.reshape(-1, len(held))
+        return found.reshape(-1, len(cells))
 
 
 def _summed(weights_VH: FloatArray, place_H: IntArray, count: int) -> FloatArray:

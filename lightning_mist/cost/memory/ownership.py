@@ -10,6 +10,7 @@ Array axes
     P  parameters
     R  regions of a stage, in order
     N  ranks
+    J  what ranks have of parameters
 """
 
 from collections.abc import Sequence
@@ -102,19 +103,19 @@ class Owners:
 
     Args:
         is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that all are there at once.
+        is_even: Whether ranks have even pieces of what no other stage holds.
     """
 
-    def __init__(self, table: ParameterTable, *, is_one_unit: bool) -> None:
-        self._table, self._is_one_unit = table, is_one_unit
+    def __init__(self, table: ParameterTable, *, is_one_unit: bool, is_even: bool = False) -> None:
+        self._table, self._is_one_unit, self._is_even = table, is_one_unit, is_even
         self._used_PR = np.diff(table.uses_PR, axis=1) > 0
         self._known: dict[tuple[bytes, ...], Ownership] = {}
 
-    def of(self, low: int, high: int, ranks: int, *, even: bool = False) -> Ownership:
-        """Ownership in a stage of the regions ``[low, high)``; ``even``: ranks have pieces of what no other holds."""
+    def of(self, low: int, high: int, ranks: int) -> Ownership:
+        """Ownership in a stage of the regions ``[low, high)``."""
         uses_PR, table = self._table.uses_PR, self._table
         held_P: BoolArray = uses_PR[:, high] > uses_PR[:, low]
-        even_P = (uses_PR[:, high] - uses_PR[:, low] == uses_PR[:, -1])[held_P] & even
-        used_PR = self._used_PR[held_P, low:high]
+        even_P, used_PR = self.even(low, high)[held_P], self._used_PR[held_P, low:high]
         # Stages of equal layers are alike wherever they lie, but for the ends of the network.
         key = (
             bytes([low == 0, high == self._used_PR.shape[1]]),
@@ -128,11 +129,17 @@ class Owners:
             self._known[key] = self._ownership(held_P, owner_P, used_PR, ranks, low == 0, has_tail)
         return self._known[key]
 
-    def together(self, ranges: Sequence[tuple[int, int]], ranks: int, *, even: bool = False) -> Together:
+    def even(self, low: int, high: int) -> BoolArray:
+        """Of which parameters ranks of a stage of the regions ``[low, high)`` have even pieces; axis ``P``."""
+        uses_PR = self._table.uses_PR
+        even_P: BoolArray = (uses_PR[:, high] - uses_PR[:, low] == uses_PR[:, -1]) & self._is_even
+        return even_P
+
+    def together(self, ranges: Sequence[tuple[int, int]], ranks: int) -> Together:
         """What the fullest rank has of several stages whose parameters are dealt out together."""
         used_PR = np.concatenate([self._used_PR[:, low:high] for low, high in ranges], axis=1)
         held_P: BoolArray = np.any(used_PR, axis=1)
-        even_P = (used_PR.sum(axis=1) == self._table.uses_PR[:, -1])[held_P] & even
+        even_P = (used_PR.sum(axis=1) == self._table.uses_PR[:, -1])[held_P] & self._is_even
         owner_P = self.owner(held_P, ranks, even_P)
         trained, every = self._shares(held_P, owner_P, ranks, sum(high - low for low, high in ranges))
         # What follows a region of a stage is a neighbour there; or, at a stage's ends, an end of any of them.
@@ -171,6 +178,18 @@ class Owners:
         loads_N = np.bincount(owner_P[trained_P], weights=sizes_P[trained_P], minlength=ranks)
         owner_P[~trained_P] = owners_of(sizes_P[~trained_P], ranks, tuple(map(int, loads_N.tolist())))
         return owner_P
+
+    def cells(self, low: int, high: int, ranks: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Parameters of a stage, each with a rank that has of it and the ranks among which it is; axis ``J``.
+
+        Of even pieces all have as much: they count for who owns anything beside, or for one.
+        """
+        held_J = np.flatnonzero(self._table.uses_PR[:, high] > self._table.uses_PR[:, low])
+        even_J = self.even(low, high)[held_J] & (ranks > 1)
+        owner_J = self.owner(held_J, ranks, even_J)
+        has_JN = even_J[:, None] | (owner_J[:, None] == np.arange(owner_J.max(initial=0) + 1))
+        of_J, rank_J = np.nonzero(has_JN)
+        return held_J[of_J], rank_J, np.where(even_J, ranks, 1)[of_J]
 
     def _ownership(
         self, held_P: BoolArray, owner_P: IntArray, used_PR: BoolArray, ranks: int, has_head: bool, has_tail: bool

@@ -96,6 +96,14 @@ class StageNeeds:
         return replace(self, always={name: value for name, value in self.always.items() if name not in names})
 
 
+def most_of(update: Updates) -> Bytes:
+    """The most bytes that come after the last backward."""
+    most: Bytes = 0.0
+    for _, terms in update:
+        most = np.maximum(most, sum(terms.values()))
+    return most
+
+
 _ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))
 _DEVICE_ARRAYS = tuple(name for name in _ARRAYS if name.removesuffix("_K") in COUNTED)
 
@@ -142,10 +150,7 @@ class PeakParts(ArrayRecord):
     def of_chunks(cls, chunks: Sequence[StageNeeds], always: Mapping[str, Bytes], update: Updates) -> "PeakParts":
         """Those of devices that run several stages, with what these have and do together."""
         none_K = np.zeros(len(chunks[0].gradients_K))
-        update_K = none_K
-        for _, terms in update:
-            update_K = np.maximum(update_K, sum(terms.values()))
-        return cls(parts_FK=parts_of(chunks), update_K=update_K, always_K=none_K + sum(always.values()))
+        return cls(parts_FK=parts_of(chunks), update_K=none_K + most_of(update), always_K=none_K + sum(always.values()))
 
     @classmethod
     def none(cls) -> "PeakParts":

@@ -42,7 +42,7 @@ def channel_rows(stage: CopyStages, rates: CopyRates | None, interference: Inter
     if rates is None:
         nothing = OffloadCandidates.of(OffloadRatios())
         stage = replace(stage, candidates=replace(stage.candidates, offload=nothing))
-    place = stage.places[stage.place_K[0]]
+    (place,) = stage.places
     loads, question_K = loads_of(stage, rates or CopyRates(to_device=np.inf, to_host=np.inf))
     if place.memory.holdings.is_one_unit:
         loads["unshard"][:] = 0.0  # nothing ever takes its place

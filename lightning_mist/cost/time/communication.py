@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_mist.cost.inputs import (
     FloatArray,
@@ -36,13 +35,16 @@ from lightning_mist.cost.inputs import (
 )
 from lightning_mist.cost.memory import HeldBytes, Holdings, MemoryModel
 from lightning_mist.cost.time.overlap import beyond_computing, interference_of
-from lightning_mist.cost.time.region_times import collective_seconds, sharing_seconds
+from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.sharding import BUCKET_BYTES
 
 SeamEnd: TypeAlias = tuple[HardwareProfile, int]
 """What the devices of one part of a cluster do with nodes of other parts, and how many of them each node has."""
+
+BY_PIECES = {"reduce": "reduce_scatter", "broadcast": "all_gather"}
+"""What takes the place of an operation to or from owners where ranks have even pieces."""
 
 EXCHANGED = ("transfer_K", "arrival_K", "return_K", "send_K", "send_back_K", "tied_K")
 """What stages exchange with other stages, of the terms of :class:`~lightning_mist.cost.time.StageSeconds`."""
@@ -124,12 +126,11 @@ def reductions(
     if degree > 1:
         machine, across = (profile, cluster), shard_nodes(cluster, slot) > 1
         shards_K = zero_K >= ZeroStage.OPTIMIZER
-        shares = even, candidates.is_dealt_K
-        reduce_K = bucketed_seconds(machine, slot, "reduce", held.trained_K, shares)
+        reduce_K = bucketed_seconds(machine, slot, "reduce", held.trained_K, even=even)
         whole_K = np.where(shards_K, reduce_K, bucketed_seconds(machine, slot, "all_reduce", held.trained_K))
         whole_K *= zero_K < ZeroStage.GRADIENTS
         exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=across)
-        gather_K = bucketed_seconds(machine, slot, "broadcast", held.trained_K, shares)
+        gather_K = bucketed_seconds(machine, slot, "broadcast", held.trained_K, even=even)
         gather_K *= shards_K & (zero_K < ZeroStage.PARAMETERS)
     return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K)
 
@@ -139,30 +140,31 @@ def bucketed_seconds(
     slot: StageSlot,
     operation: str,
     trained_K: FloatArray,
-    shares: tuple[bool, npt.ArrayLike] = (False, False),
+    *,
+    even: bool = False,
 ) -> FloatArray:
     """Seconds of a collective over the ranks that ZeRO shards over, bucket by bucket.
 
     Args:
         trained_K: Bytes of all of them.
-        shares: As of :func:`~lightning_mist.cost.time.region_times.sharing_seconds`.
+        even: Whether ranks have even pieces.
     """
     profile, cluster = machine
     calls_K, group = np.maximum(1, np.ceil(trained_K / BUCKET_BYTES)), (slot.shard_degree, shard_nodes(cluster, slot))
-    if operation == "all_reduce":
-        return collective_seconds(profile, operation, *group, trained_K, calls_K)
-    # Every owner has a bucket of its own at least.
-    calls = np.maximum(slot.shard_degree, calls_K), calls_K
-    return sharing_seconds(profile, operation, group, trained_K, calls, shares)
+    if even:
+        operation = BY_PIECES.get(operation, operation)
+    elif operation in BY_PIECES:
+        calls_K = np.maximum(slot.shard_degree, calls_K)  # Every owner has a bucket of its own at least.
+    return collective_seconds(profile, operation, *group, trained_K, calls_K)
 
 
 def unit_seconds(
-    profile: HardwareProfile, table: ParameterTable, degree: int, nodes: int, shares: tuple[bool, bool] = (False, False)
+    profile: HardwareProfile, table: ParameterTable, degree: int, nodes: int, *, even: bool = False
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds in which every unit's communication among the data-parallel ranks of its stage happens.
 
     Args:
-        shares: As of :func:`~lightning_mist.cost.time.region_times.sharing_seconds`.
+        even: Whether they have even pieces.
 
     Returns:
         Giving out its parameters, from their owners, or who has pieces, to all, with axis ``R``; and reducing the
@@ -171,8 +173,8 @@ def unit_seconds(
 
     def seconds(operation: str, bytes_R: FloatArray, count_R: FloatArray) -> FloatArray:
         # Every owner sends what it owns of a unit as one message.
-        calls = np.minimum(degree, count_R), 1.0
-        found_R = sharing_seconds(profile, operation, (degree, nodes), bytes_R, calls, shares)
+        operation, calls = (BY_PIECES[operation], 1.0) if even else (operation, np.minimum(degree, count_R))
+        found_R = collective_seconds(profile, operation, degree, nodes, bytes_R, calls)
         return found_R + profile.overheads.unit_seconds * (degree > 1) * (bytes_R > 0)
 
     return (
@@ -192,7 +194,7 @@ def replicate_seconds(
     groups = slot.num_peers // slot.shard_degree
     if groups == 1:
         return np.zeros(len(candidates))
-    owned_K = holdings.owned(candidates, slot.shard_degree)
+    owned_K = holdings.shares(candidates, slot.shard_degree).trained_K
     are_sums_K = candidates.zero_stage_K >= ZeroStage.GRADIENTS
     low_K, high_K = covered(holdings.spec, candidates.start_K, candidates.end_K)
     units_K = np.ones(len(candidates)) if holdings.is_one_unit else high_K - low_K

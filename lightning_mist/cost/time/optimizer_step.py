@@ -69,7 +69,7 @@ def update_seconds(
     gives_K = shares_K & (zero_K < ZeroStage.PARAMETERS)
     owned_K = held.trained_K
     if degree > 1:
-        owned_K = np.where(shares_K, holdings.owned(candidates, degree), held.trained_K)
+        owned_K = np.where(shares_K, holdings.shares(candidates, degree).trained_K, held.trained_K)
     rate, factor = profile.memory_bytes_per_second, spec.optimizer.gradient_bytes_per_parameter_byte
     cast = 0.0 if factor == 1.0 else 1 + factor
     # A sum is read and written, and what is added to it read: by owners as it has arrived.

@@ -227,30 +227,6 @@ def collective_seconds(
     return used + payload * share / cost.bytes_per_second
 
 
-def sharing_seconds(
-    profile: HardwareProfile,
-    operation: str,
-    group: tuple[int, int],
-    payload_K: FloatArray,
-    calls: tuple[npt.ArrayLike, npt.ArrayLike],
-    shares: tuple[bool, npt.ArrayLike],
-) -> FloatArray:
-    """Seconds of reducing gradients to those who update them, or of giving out parameters (``"broadcast"``).
-
-    Args:
-        group: Ranks, and the nodes that they span.
-        calls: Messages to or from owners, and those where ranks have even pieces.
-        shares: Whether ranks may have pieces, and whether they have none all the same. Searches leave out what is
-            offloaded where nothing offloaded is as fast, so dealing never counts for less.
-    """
-    by_pieces = "reduce_scatter" if operation == "reduce" else "all_gather"
-    owners_K = collective_seconds(profile, operation, *group, payload_K, calls[0])
-    if not shares[0]:
-        return owners_K
-    pieces_K = collective_seconds(profile, by_pieces, *group, payload_K, calls[1])
-    return np.where(shares[1], np.maximum(owners_K, pieces_K), pieces_K)
-
-
 def ring_steps(operation: str, group_size: int) -> tuple[float, float]:
     """How often a ring passes on a message of an operation, and how often the payload goes over each link.
 

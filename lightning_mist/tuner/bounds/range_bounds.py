@@ -191,8 +191,7 @@ class HeldBounds:
                 is_summed=kind == "gradients",
                 in_parts=in_parts,
             )
-        # Whoever offloads nothing may have an even piece.
-        return np.minimum(least_XK, held_XK) if self.memory.spec.module_map.even_shards else least_XK
+        return least_XK
 
 
 def buffered_share(layers_K: IntArray) -> FloatArray:
@@ -478,7 +477,7 @@ def _least_once(
         # Runs have corrected each term by itself.
         return np.zeros_like(trained_XK), np.zeros_like(trained_XK)
     machine, degree = (model.profile, model.cluster), slot.shard_degree
-    ways = model.spec.module_map.even_shards, False
+    even = model.spec.module_map.even_shards
     across = shard_nodes(model.cluster, slot) > 1
     beside = interference_of(*machine), across
     found = []
@@ -490,9 +489,9 @@ def _least_once(
         update_XK = step_seconds_once(machine, model.spec, slot, (trained_XK, none_XK, owned_XK), flags)
         averaged_XK = given_XK = none_XK
         if degree > 1 and not reduces:
-            averaged_XK = bucketed_seconds(machine, slot, "reduce" if shares else "all_reduce", trained_XK, ways)
+            averaged_XK = bucketed_seconds(machine, slot, "reduce" if shares else "all_reduce", trained_XK, even=even)
         if gives:
-            given_XK = bucketed_seconds(machine, slot, "broadcast", trained_XK, ways)
+            given_XK = bucketed_seconds(machine, slot, "broadcast", trained_XK, even=even)
         both_XK = update_XK + beyond_computing(backward_XK, averaged_XK, *beside)
         found.append((both_XK + given_XK, both_XK + beyond_computing(forward_XK + update_XK, given_XK, *beside)))
     behind, inside = (np.min(items, axis=0) for items in zip(*found, strict=True))

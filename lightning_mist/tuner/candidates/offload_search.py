@@ -14,8 +14,8 @@ smaller ratios fits, and none of any but that offloads nothing of a kind. Three 
 
 * Candidates whose update waits for the next forward, which those are that offload parameters, gradients or optimizer
   state, with those whose update does not.
-* Different ratios of what ZeRO deals out over ranks: with a larger ratio other parameters are offloaded, and the rank
-  that offloads most may offload less than before.
+* Different ratios of what ZeRO deals out over ranks as a whole: with a larger ratio other parameters are offloaded, and
+  the rank that offloads most may offload less than before.
 * Different ratios where parameters are tied and a larger ratio offloads a larger parameter of a unit instead of one
   that several units fetch. Of all others a larger ratio offloads as many bytes of every unit or more: the largest that
   fits comes first, so that what a smaller ratio offloads instead of it is less.
@@ -188,9 +188,10 @@ def ordered(model: CostModel, slot: StageSlot, zero_stage: int, grid: RatioGrid)
     kept = tuple(kind for kind in OFFLOAD_KINDS if kind not in UPDATED_KINDS)
     if any(profile.corrections for profile in profiles_of(model)):
         return ()
-    if model.memory(slot).states.displaces(grid.values):
+    states = model.memory(slot).states
+    if states.displaces(grid.values):
         return kept
-    if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
+    if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE or states.are_even:
         return tuple(OFFLOAD_KINDS)
     return kept if zero_stage >= ZeroStage.PARAMETERS else ("parameters", *kept)
 

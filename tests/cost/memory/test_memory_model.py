@@ -5,8 +5,8 @@ import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.inputs.candidates import slots_of
-from lightning_mist.cost.memory.memory_model import BUCKET_BYTES, BUCKETS_IN_FLIGHT, TERMS
-from lightning_mist.plan.sharding import assign_owners
+from lightning_mist.cost.memory.memory_model import BUCKETS_IN_FLIGHT, TERMS
+from lightning_mist.plan.sharding import BUCKET_BYTES, assign_owners
 from lightning_mist.runtime.gradients import reducer
 from lightning_mist.runtime.parameters import buckets
 from tests.cost.memory.breakdown import breakdown

@@ -13,6 +13,9 @@ from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
 from tests.specs import spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)
+LARGE = spec(4, parameter_bytes=40_000_000)
+# One unit, of more bytes than a bucket holds.
+LARGE = replace(LARGE, module_map=LARGE.module_map.excluding("a test", "shards")).evenly()
 RATIOS = Ratios(
     parameters=(0.0, 0.5, 1.0),
     gradients=(0.0, 0.3, 1.0),
@@ -41,6 +44,18 @@ def slot_of(index, count, **given):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize(("index", "count", "degree"), [(0, 1, 2), (0, 3, 3), (1, 3, 1), (2, 3, 2), (1, 4, 2)])
 def test_peaks_and_host_memory(index, count, degree, schedule, network):
+    check(index, count, degree, schedule, network)
+
+
+def test_units_of_zero_1_may_be_larger_than_buckets():
+    parts, is_zero_1 = check(0, 2, 2, "1f1b", LARGE), stages(0, 2).zero_stage_K == 1
+    joined = (parts.resident.update_K + parts.resident.always_K).reshape(parts.unjoined_BGA.shape)
+    larger = (parts.unjoined_BGA > joined).any(axis=(1, 2))
+    assert larger[is_zero_1].any()
+    assert not larger[~is_zero_1].any()
+
+
+def check(index, count, degree, schedule, network):
     model, slot = MemoryModel(network), slot_of(index, count, data_parallel_degree=degree, schedule=schedule)
     some, moments = stages(index, count), device_moments(index, count, 6, schedule)
     parts = OffloadParts.of(model, slot, some, RATIOS)
@@ -53,6 +68,7 @@ def test_peaks_and_host_memory(index, count, degree, schedule, network):
     assert parts.peaks(moments).reshape(-1) == pytest.approx(needs.peaks(moments), rel=1e-12)
     hosts = needs.host_bytes(moments)
     assert parts.host_bytes(moments).reshape(-1) == pytest.approx(hosts, rel=1e-12, abs=1e-6)
+    return parts
 
 
 def test_some_of_several():

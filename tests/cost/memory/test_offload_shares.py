@@ -7,7 +7,12 @@ from lightning_mist.cost import MemoryModel, StageCandidates
 from lightning_mist.cost.inputs.parameter_table import ParameterTable
 from lightning_mist.cost.inputs.regions import covered
 from lightning_mist.cost.memory.offload_shares import offloaded_parameters
+from lightning_mist.cost.memory.ownership import PIECE_BYTES
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
+from lightning_mist.schedule.flats import stage_flats
+from lightning_mist.schedule.stage_units import offloaded_parameters as names_of
+from tests.integration.parity import make_plan
 from tests.specs import spec
 
 
@@ -114,3 +119,34 @@ def test_shares_by_brute_force(ranks, frozen):
                 )
                 names = ("resident_K", "offloaded_K", "largest_K", "unit_K")
                 assert tuple(getattr(found, name)[at, place] for name in names) == wanted
+
+
+@pytest.mark.parametrize("ratio", [0.4, 1.0])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("layers", [[4], [2, 2]])
+def test_of_pieces_every_rank_moves_those_of_what_moves(layers, ranks, ratio):
+    network = spec(4, parameter_bytes=51_200, edge_bytes=80_000, tied=True, frozen=("blocks.1.weight",)).evenly()
+    offload = OffloadRatios(parameters=ratio, optimizer=ratio)
+    plan = make_plan(layers, degrees=[ranks] * len(layers), zero=3, offload=offload)
+    states, (begin, end) = MemoryModel(network).states, np.array(plan.bounds).T
+    stages = StageCandidates(start_K=begin, end_K=end, checkpointed_K=0 * begin, zero_stage_K=0 * begin + 3)
+    for trained in (False, True):
+        found = states.of(stages, np.full(len(layers), ratio), ranks, stages.zero_stage_K > 0, trained=trained)
+        for group in range(len(layers)):
+            moved = names_of(plan, network.module_map, group, ratio, trained=trained)
+            flats = [flat for flat in stage_flats(plan, network.module_map, group) if flat.is_trained or not trained]
+            # Of what both stages hold one rank has everything.
+            dealt, of_units, stay = 80_000 * (len(layers) > 1), dict[object, int](), 0
+            for flat in flats:
+                if flat.names[0] in moved:
+                    of_units[flat.users] = of_units.get(flat.users, 0) + 4 * flat.piece
+                else:
+                    stay += 4 * flat.piece
+            if "wte.weight" in moved:
+                of_units["tied"] = dealt
+            else:
+                stay += dealt
+            rounding = PIECE_BYTES * (len(flats) + 2)
+            assert found.offloaded_K[group] == pytest.approx(sum(of_units.values()), abs=rounding)
+            assert found.resident_K[group] == pytest.approx(stay, abs=rounding)
+            assert found.largest_K[group] == pytest.approx(max(of_units.values()), abs=2 * PIECE_BYTES)

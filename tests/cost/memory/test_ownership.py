@@ -116,7 +116,7 @@ def test_even_pieces_are_those_of_the_layout(tied, layers, ranks, zero):
     plan = make_plan(layers, degrees=[ranks] * len(layers), parts=2, zero=zero)
     for group, (first, end) in enumerate(plan.bounds):
         low, high = first + (first > 0), end + 1 + (end == 5)
-        found = owners(network).of(low, high, ranks, even=True)
+        found = owners(network, is_even=True).of(low, high, ranks)
         flats = stage_flats(plan, network.evenly().module_map, group)
         # Of what both stages hold one rank has everything.
         dealt = 80_000 if tied and len(layers) > 1 else 0
@@ -131,7 +131,7 @@ def test_even_pieces_are_those_of_the_layout(tied, layers, ranks, zero):
 
 def test_nobody_owns_what_ranks_have_pieces_of():
     table, used_PR = ParameterTable.of(NETWORK), np.diff(ParameterTable.of(NETWORK).uses_PR, axis=1) > 0
-    found, dealt = (owners().of(0, 5, 2, even=even) for even in (True, False))
+    found, dealt = (owners(is_even=even).of(0, 5, 2) for even in (True, False))
     whole = [float(table.bytes_P[used_PR[:, r] | used_PR[:, r + 1]].sum()) for r in range(4)]
     assert (found.forward.head, found.forward.first, found.backward.tail) == (whole[0], whole[1], whole[3])
     assert dealt.backward.tail < found.backward.tail
@@ -139,7 +139,8 @@ def test_nobody_owns_what_ranks_have_pieces_of():
 
 def test_chunks_of_a_group_have_pieces_of_what_only_they_hold():
     network = spec(4, parameter_bytes=51_200, tied=True)
-    both = owners(network).together([(0, 2), (4, 6)], 2, even=True)
+    known = owners(network, is_even=True)
+    both = known.together([(0, 2), (4, 6)], 2)
     assert both.trained == pytest.approx((80_000 + 2 * 51_712) / 2, abs=4 * PIECE_BYTES)
-    one = owners(network).together([(0, 2), (3, 4)], 2, even=True)
+    one = known.together([(0, 2), (3, 4)], 2)
     assert one.trained == pytest.approx(80_000 + 2 * 51_712 / 2, abs=4 * PIECE_BYTES)

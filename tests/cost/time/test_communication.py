@@ -5,9 +5,9 @@ import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageCostModel
 from lightning_mist.cost.inputs.candidates import placed_slots_of, slots_of
-from lightning_mist.cost.memory.memory_model import BUCKET_BYTES
 from lightning_mist.cost.time.communication import cut_seconds, of_cuts, reductions, shard_nodes
 from lightning_mist.cost.time.overlap import FREE
+from lightning_mist.plan.sharding import BUCKET_BYTES
 from tests.cost.inputs.test_placement import make_plan
 from tests.specs import cluster, profile, spec
 

@@ -78,15 +78,12 @@ def test_a_whole_network_equals_walking_through_its_units(zero, checkpointed):
     assert sum(exposed(0, 3, checkpointed=checkpointed, zero=zero)) == pytest.approx(total - computed)
 
 
-def test_pieces_travel_in_one_message_and_dealing_out_never_takes_less():
+def test_pieces_travel_in_one_message():
     table, hardware = Holdings(NETWORK).table, profile()
-    dealt, even, slower = (
-        unit_seconds(hardware, table, 2, 1, ways) for ways in ((False, True), (True, False), (True, True))
-    )
     asked = ("all_gather", table.used_R), ("reduce_scatter", table.reduced_FR)
-    for (operation, bytes_R), dealt_R, even_R, slower_R in zip(asked, dealt, even, slower, strict=True):
+    found = unit_seconds(hardware, table, 2, 1, even=True)
+    for (operation, bytes_R), even_R in zip(asked, found, strict=True):
         assert (even_R == collective_seconds(hardware, operation, 2, 1, bytes_R)).all()
-        assert (slower_R == np.maximum(dealt_R, even_R)).all()
 
 
 def test_where_channels_take_turns_beside_each_other_nothing_hides():

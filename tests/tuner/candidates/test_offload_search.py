@@ -15,7 +15,7 @@ from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.candidates.offload_search import RatioGrid, ordered
 from lightning_mist.tuner.space.applied_space import ANYWHERE, apply
-from tests.specs import cluster, profile, spec, with_splits
+from tests.specs import cluster, profile, slot_of, spec, with_splits
 
 MACHINES = {
     "cpu": (cluster(4), profile()),
@@ -162,6 +162,18 @@ def test_a_tied_parameter_that_a_larger_ratio_leaves_behind_ends_the_order(ratio
     assert ordered(maker.model, slot, 0, grid) == names
     plain = StageCostModel(spec(4, tied=True), rates, devices)
     assert ordered(plain, slot, 0, grid) == EVERY
+
+
+@pytest.mark.parametrize(
+    ("network", "names"),
+    [(spec(4).evenly(), EVERY), (spec(4, tied=True).evenly(), EVERY[3:]), (spec(4), EVERY[3:])],
+    ids=["even", "tied", "dealt"],
+)
+def test_pieces_of_what_moves_grow_with_ratios(network, names):
+    devices, rates = MACHINES["L4"]
+    model = StageCostModel(network, rates, devices)
+    grid = RatioGrid.of(SearchSpace(offload=OFFLOADED), (0.5, 1.0))
+    assert ordered(model, slot_of(data_parallel_degree=2), 3, grid) == names
 
 
 def test_a_unit_moves_no_less_with_a_larger_ratio():
