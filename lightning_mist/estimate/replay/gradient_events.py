@@ -249,24 +249,28 @@ class Gradients:
     @property
     def room(self) -> int:
         """The most bytes that the gradients in host memory of one unit take in a buffer."""
-        view, mine = self._view, self._shard_index
-        rooms = [0]
+        view, rooms = self._view, [0]
         for flats in view.unit_gradients.values() if self._left else ():
-            kept = [flat for flat in flats if flat.leaves and (flat.owner == mine or not view.reduces_units)]
-            sizes = (flat.with_counts if view.shares else flat.bytes for flat in kept)
-            rooms.append(sum(padded(round(self._factor * size)) for size in sizes))
+            kept = [flat for flat in flats if flat.leaves and (self._is_mine(flat) or not view.reduces_units)]
+            whole = [flat.with_counts if view.shares else flat.bytes for flat in kept]
+            mine = (flat.piece * view.reduces_units or size for flat, size in zip(kept, whole, strict=True))
+            rooms.append(sum(padded(round(self._factor * size)) for size in mine))
         return max(rooms)
+
+    def _is_mine(self, flat: FlatBuffer) -> bool:
+        """Whether this rank updates what is in a flat buffer, or a piece of it."""
+        return flat.piece > 0 or flat.owner == self._shard_index
 
     # Units -----------------------------------------------------------------------------------------------------------
 
     def line(self, line: Action) -> None:
         """What happens between the units of a computation."""
         assert line.unit is not None
-        key, mine = (line.stage, line.unit), self._shard_index
+        key = line.stage, line.unit
         if line.kind in (ActionKind.STORE_GRADIENTS, ActionKind.REDUCE_GRADIENTS) and not self._view.reduces_units:
             self._add_in_buffer(key, is_sent=line.kind is ActionKind.REDUCE_GRADIENTS and self._factor > 1)
         elif line.kind is ActionKind.STORE_GRADIENTS:
-            if any(unit == key and flat.leaves and flat.owner == mine for unit, flat, *_ in self._under_way):
+            if any(unit == key and flat.leaves and self._is_mine(flat) for unit, flat, *_ in self._under_way):
                 self._settle()
         elif line.kind is ActionKind.REDUCE_GRADIENTS:
             self._settle()
@@ -277,9 +281,7 @@ class Gradients:
         elif line.kind is ActionKind.RESHARD:
             self._reshard(key)
         elif line.kind is ActionKind.GATHER_PARAMETERS:
-            label = Label("transfer_bytes", "updated parameters of a unit")
-            flats = self._view.by_owner(self._view.updated[key])
-            self._given[key] = [self._tape.malloc(flat.bytes, label) for flat in flats]
+            self._given[key] = [self._give_out(flat) for flat in self._view.flats_of(self._view.updated[key])]
         elif line.kind is ActionKind.LOAD_PARAMETERS:
             for flat in self._updated(key):
                 self._fetch(flat)
@@ -301,9 +303,9 @@ class Gradients:
 
     def _updated(self, key: UnitKey) -> list[FlatBuffer]:
         """What of this rank's own in host memory is updated with a unit."""
-        names, mine = {item.name for item in self._view.updated[key]}, self._shard_index
+        names = {item.name for item in self._view.updated[key]}
         flats = self._view.shards_of.get(key, ())
-        return [flat for flat in flats if flat.leaves and flat.owner == mine and flat.names[0] in names]
+        return [flat for flat in flats if flat.leaves and self._is_mine(flat) and flat.names[0] in names]
 
     def rest(self) -> None:
         """What was written back is freed, unless a unit uses it."""
@@ -333,8 +335,8 @@ class Gradients:
         """What is under way has arrived: owners, or all, add up what is theirs and let go of the rest."""
         for key, flat, identity, mine in self._under_way:
             # Chunks that use the same parameters add to one piece.
-            place, is_mine = None if flat.piece else key, flat.piece or flat.owner == self._shard_index
-            if is_mine and not flat.leaves and (place, flat) not in self._sums:
+            place = None if flat.piece else key
+            if self._is_mine(flat) and not flat.leaves and (place, flat) not in self._sums:
                 self._sums[place, flat] = self._widened(flat, mine) if self._factor > 1 else mine
             else:
                 self._tape.free(mine)
@@ -357,16 +359,20 @@ class Gradients:
     def gather(self) -> None:
         """Give out what the optimizer updated: two flat buffers under way at once."""
         under_way: list[int] = []
-        label = Label("transfer_bytes", "bucket of updated parameters")
         for bucket in self._view.buckets:
-            under_way.append(self._tape.malloc(bucket.bytes, label))
-            if bucket.piece and self._factor == 1:
-                # This rank's piece is put together from whole parameters.
-                self._tape.free(self._tape.malloc(bucket.piece, label))
+            under_way.append(self._give_out(bucket))
             if len(under_way) == BUCKETS_IN_FLIGHT:
                 self._tape.free(under_way.pop(0))
         for identity in under_way:
             self._tape.free(identity)
+
+    def _give_out(self, flat: FlatBuffer) -> int:
+        label = Label("transfer_bytes", "updated parameters")
+        identity = self._tape.malloc(flat.bytes, label)
+        if flat.piece and self._factor == 1:
+            # This rank's piece is put together from whole parameters.
+            self._tape.free(self._tape.malloc(flat.piece, label))
+        return identity
 
     def arrived(self, key: tuple[int, int | None]) -> None:
         """What a unit was given of its updated parameters has been taken over."""

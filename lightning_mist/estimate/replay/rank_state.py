@@ -193,8 +193,9 @@ class ReplayedRank:
         keys = [(item.owner if self.mesh.is_sharded else None, item.dtype) for item in trained]
         dealt = deal_buckets([item.bytes for item in trained], keys)
         rest = (self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
+        even = (flat for of, flat in self.even.items() if of.is_trained and left.isdisjoint(flat.names))
         # What several stages hold is, with the first of them, complete behind the rest.
-        return (*(flat for even, flat in self.even.items() if even.is_trained), *rest)
+        return (*even, *rest)
 
     def _flat(self, items: Sequence[Held], owner: int | None) -> FlatBuffer:
         names, size = tuple(item.name for item in items), sum(item.bytes for item in items)
@@ -241,17 +242,17 @@ class ReplayedRank:
         for stage, units in self.units.items():
             for unit in units:
                 key = stage, unit.unit
-                items = [self.by_name[name] for name in unit.reduced if name not in self._evens]
-                even = (flat for item, flat in self.even.items() if item.is_trained and key in item.reduced)
-                found[key] = (*even, *self.by_owner(items, self.moved["gradients"]))
+                found[key] = self.flats_of([self.by_name[name] for name in unit.reduced], self.moved["gradients"])
         return found
 
-    def by_owner(self, items: Sequence[Held], left: frozenset[str] = frozenset()) -> tuple[FlatBuffer, ...]:
-        """Flat buffers in which parameters of a unit, or their gradients, travel."""
-        together: dict[tuple[int, bool, str], list[Held]] = {}
-        for item in items:
+    def flats_of(self, items: Sequence[Held], left: frozenset[str] = frozenset()) -> tuple[FlatBuffer, ...]:
+        """Flat buffers in which trained parameters of a unit, or their gradients, travel."""
+        together, names = dict[tuple[int, bool, str], list[Held]](), {item.name for item in items}
+        for item in (item for item in items if item.name not in self._evens):
             together.setdefault((item.owner, item.name in left, item.dtype), []).append(item)
-        return tuple(replace(self._flat(found, key[0]), leaves=key[1]) for key, found in together.items())
+        even = (flat for of, flat in self.even.items() if of.is_trained and flat.names[0] in names)
+        dealt = (replace(self._flat(found, key[0]), leaves=key[1]) for key, found in together.items())
+        return (*(replace(flat, leaves=flat.names[0] in left) for flat in even), *dealt)
 
     @cached_property
     def shards(self) -> tuple[tuple[FlatBuffer, tuple[UnitKey, ...]], ...]:
@@ -262,13 +263,14 @@ class ReplayedRank:
                 for name in unit.names:
                     users.setdefault(name, []).append((stage, unit.unit))
         together: dict[tuple[tuple[UnitKey, ...], int, bool, bool, str], list[Held]] = {}
-        is_shared = self.zero_stage >= ZeroStage.PARAMETERS
-        for item in (item for item in self.held if item.name not in self._evens):
-            leaves, owner = item.name in self.moved["parameters"], item.owner if is_shared else self.mesh.shard_index
+        is_shared, away = self.zero_stage >= ZeroStage.PARAMETERS, self.moved["parameters"]
+        for item in (item for item in self.held if not (is_shared and item.name in self._evens)):
+            leaves, owner = item.name in away, item.owner if is_shared else self.mesh.shard_index
             key = tuple(users.get(item.name, ())), owner, leaves, item.is_trained or not leaves, item.dtype
             if is_shared or leaves:
                 together.setdefault(key, []).append(item)
-        result = [(flat, even.users) for even, flat in self.even.items() if is_shared]
+        of_even = self.even.items() if is_shared else ()
+        result = [(replace(flat, leaves=flat.names[0] in away), even.users) for even, flat in of_even]
         for (keys, owner, leaves, *_), items in together.items():
             size = sum(-(-item.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for item in items)
             result.append((replace(self._flat(items, owner), bytes=size, leaves=leaves), keys))

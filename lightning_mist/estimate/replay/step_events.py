@@ -79,7 +79,7 @@ class Run:
         view, tape = self._view, self._tape
         tape.mark("set-up")
         for flat, _ in view.shards:
-            if flat.piece or (flat.owner == view.mesh.shard_index and not flat.leaves):
+            if not flat.leaves and (flat.piece or flat.owner == view.mesh.shard_index):
                 tape.malloc(flat.piece or flat.bytes, Label("parameter_bytes", "parameters of a unit"))
         in_units = {name for flat, _ in view.shards for name in flat.names}
         for item in (item for item in view.held if item.name not in in_units):
@@ -153,8 +153,8 @@ class Run:
         if line.kind is not ActionKind.UPDATE:
             self._gradients.line(line)
             return
-        items = self._updated_here(self._view.updated[line.stage, line.unit])
-        self._update(items)
+        items = self._view.updated[line.stage, line.unit]
+        self._update(self._updated_here(items))
         for item in items if self._defers else ():
             self._gradients.drop(item.name)
 

@@ -1,5 +1,6 @@
 """The memory model is never below a replay of every allocation: what the planner takes to fit does so."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_mist.model.events import stack
 from lightning_mist.model.events.microbatch_events import StageShape
 from lightning_mist.model.presets import KNOWN_OPTIMIZERS, LanguageModelShape, preset_spec
 from lightning_mist.model.spec.model_spec import with_master_weights
+from lightning_mist.plan import UPDATED_KINDS, OffloadRatios
 from tests.integration.parity import make_plan
 
 UNDER = {"32-true": 0.01, "bf16-mixed": 0.01, "16-mixed": 0.01, "masters": 0.02}
@@ -83,6 +85,17 @@ def test_the_memory_model_is_not_below_the_replay(precision, schedule, stages, c
         assert error >= -UNDER[precision], (
             f"group {group}: {error:.2%}, {found[group].phase}, in the replay {replay.phase}"
         )
+
+
+@pytest.mark.parametrize("precision", ["32-true", "masters"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("offload", [(0.0, 0.0, 0.5), (0.0, 0.5, 0.0), (0.25, 1.0, 0.5)])
+def test_nor_where_ranks_move_pieces_of_their_state(offload, zero, precision):
+    spec, plan = network(precision, 16), plan_of("1f1b", 2, 0, zero)
+    ratios = OffloadRatios(**dict(zip(UPDATED_KINDS, offload, strict=True)))
+    plan = replace(plan, stages=tuple(replace(stage, offload=ratios) for stage in plan.stages))
+    for group, found in enumerate(stage_memory(spec, plan)):
+        assert found.peak_bytes >= (1 - UNDER[precision]) * replay_group(spec, plan, group).peak_bytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,6 +1,7 @@
 from lightning_mist.estimate.replay.gradient_events import BUCKETS_IN_FLIGHT, Gradients
-from lightning_mist.estimate.replay.rank_state import ReplayedRank
+from lightning_mist.estimate.replay.rank_state import ReplayedRank, padded
 from lightning_mist.model.events.event_tape import EventTape, Label
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.gradients import reducer
 from lightning_mist.schedule import Action, ActionKind
 from tests.cost.events import with_events
@@ -148,6 +149,35 @@ def test_all_of_a_unit_is_fetched_where_ranks_have_pieces():
     gradients.line(Action(0, ActionKind.UNSHARD, None, 1))
     assert alive(tape) == sorted(flat.bytes for flat in flats)
     gradients.line(Action(0, ActionKind.RESHARD, None, 1))
+    assert alive(tape) == []
+
+
+def test_of_what_moves_a_piece_passes_through_buffers():
+    for zero in (1, 2):
+        plan = make_plan([4], degrees=[2], parts=2, zero=zero, offload=OffloadRatios(gradients=0.999))
+        tape, gradients = make(plan, 1, even=True)
+        moved, stays = sorted(gradients._view.unit_gradients[0, 1], key=lambda flat: not flat.leaves)
+        assert (moved.names, stays.names) == (("blocks.1.weight",), ("blocks.1.bias",))
+        # From ZeRO-2 on sums are of pieces.
+        assert gradients.room == padded(moved.piece if zero == 2 else moved.bytes)
+        for flat in (moved, stays):
+            fill(tape, gradients, flat)
+        for kind in (ActionKind.REDUCE_GRADIENTS, ActionKind.STORE_GRADIENTS):
+            gradients.line(Action(0, kind, None, 1))
+        assert alive(tape) == [stays.piece if zero == 2 else gradients._view.by_name[stays.names[0]].bytes]
+
+
+def test_of_what_is_in_host_memory_all_is_gathered():
+    plan = make_plan([4], degrees=[2], parts=2, zero=3, offload=OffloadRatios(parameters=0.999))
+    tape, gradients = make(plan, 1, even=True)
+    flats = {flat.leaves: flat for flat in gradients._view.shards_of[0, 1]}
+    gradients.line(Action(0, ActionKind.UNSHARD, None, 1))
+    assert alive(tape) == sorted(flat.bytes for flat in flats.values())
+    gradients.line(Action(0, ActionKind.RESHARD, None, 1))
+    gradients.line(Action(0, ActionKind.LOAD_PARAMETERS, None, 1))
+    assert alive(tape) == [flats[True].bytes]
+    gradients.line(Action(0, ActionKind.STORE_PARAMETERS, None, 1))
+    gradients.rest()
     assert alive(tape) == []
 
 
