@@ -252,7 +252,9 @@ class OffloadedGradients:
             item.work, item.piece, item.sent = None, None, None
         for item in leaving:
             if item.home is None:
-                (item.home,) = self._pool.take([item.form])
+                # With one backward nothing but the sum over ranks ever leaves.
+                is_piece = is_last and item.even is not None
+                (item.home,) = self._pool.take([item.own(item.form) if is_piece else item.form])
         homes, flats = [item.home for item in leaving], [item.flat for item in leaving]
         for index, item in enumerate(leaving):
             if is_last and item.even is not None:
