@@ -347,20 +347,22 @@ class OffloadedGradients:
         """Add this batch's gradients to those of earlier batches, in host memory."""
         self._streams.settle()
         for item in self._mine():
-            if item.earlier is None or not item.earlier_present:
+            if item.home is None:
                 continue
-            assert item.home is not None
-            before = self._there(item, item.earlier, item.earlier_present)
-            now = self._there(item, item.home, item.present)
-            values, earlier = item.own(item.home), item.own(item.earlier)
-            for change in self._changes:
-                change([earlier])
-            values.mul_(factor.to(values.device)).add_(earlier)
-            if item.even is None:
-                item.home[item.bucket.numel :].add_(item.earlier[item.bucket.numel :])
-            item.present = _either(before, now)
+            values = item.own(item.home).mul_(factor.to(item.home.device))
+            if item.earlier is not None and item.earlier_present:
+                before = self._there(item, item.earlier, item.earlier_present)
+                now = self._there(item, item.home, item.present)
+                earlier = item.own(item.earlier)
+                for change in self._changes:
+                    change([earlier])
+                values.add_(earlier)
+                if item.even is None:
+                    item.home[item.bucket.numel :].add_(item.earlier[item.bucket.numel :])
+                item.present = _either(before, now)
+                let_go(item.earlier)
             self._look(item, item.own_views(item.home))
-            let_go(item.home, item.earlier)
+            let_go(item.home)
         self._changes.clear()
 
     def multiply(self, factor: Tensor) -> None:

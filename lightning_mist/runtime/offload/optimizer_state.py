@@ -315,9 +315,10 @@ class OffloadedState:
         flats = self._flats_of(key)
         in_flats = {parameter for shard in flats for parameter in shard.bucket.parameters}
         moved = [shard for shard in flats if shard in fetched]
-        for shard in moved:
-            shard.updated = fetched[shard]
         with ExitStack() as stack:
+            for shard in moved:
+                shard.updated = fetched[shard]
+                stack.callback(setattr, shard, "updated", None)
             if self._masters is not None:
                 whole = [parameter for parameter in parameters if parameter not in in_flats]
                 stack.enter_context(self._masters.updating(whole, fetched))
@@ -325,12 +326,9 @@ class OffloadedState:
                 stack.enter_context(self._even.shown(flats))
             self._streams.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
             self._steps.of(parameters, {p: gradient for p, gradient in gradients.items() if p in set(parameters)})
-            self._updated[key] = {(p, _MASTER): p.data for p in fetched if p not in moved}
-        if self._masters is not None:
-            self._masters.updated_evenly(flats)
-        for shard in moved:
-            self._updated[key][shard, _MASTER] = fetched[shard]
-            shard.updated = None
+            self._updated[key] = {(p, _MASTER): fetched[p] if p in moved else p.data for p in fetched}
+            if self._masters is not None:
+                self._masters.updated_evenly(flats)
         if self._gradients is not None:
             self._gradients.done(key)
 
@@ -430,7 +428,12 @@ class OffloadedState:
 
     def _movers(self) -> Iterator[UnitKey]:
         """The units of which this rank moves anything, in their order."""
-        return (key for key, parameters in self._units.items() if not self.offloaded.isdisjoint(parameters))
+        moved = () if self._masters is None else self._masters.moved
+        return (
+            key
+            for key, parameters in self._units.items()
+            if not self.offloaded.isdisjoint(parameters) or any(shard in moved for shard in self._flats_of(key))
+        )
 
     def _entries(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[_Place, Tensor]]:
         for parameter in parameters:

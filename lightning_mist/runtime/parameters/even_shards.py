@@ -260,9 +260,9 @@ class EvenShards:
                 yield
             finally:
                 for parameter, value, stand_in in before:
-                    has_gradient, parameter.grad = parameter.grad is not None, None
-                    parameter.data = value
-                    parameter.grad = stand_in if has_gradient else None
+                    is_kept = parameter.grad is not None or shared_out(stand_in) is None
+                    parameter.grad, parameter.data = None, value
+                    parameter.grad = stand_in if is_kept else None
 
     def give_out(
         self, computed: Mapping[str, Tensor], shards: Sequence[FlatShard] | None = None
