@@ -1,7 +1,9 @@
 """Optimizers over pieces of parameters: two ranks end where one process does, to the bit."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +145,100 @@ def test_gradients_of_several_batches_are_added_up_in_pieces(zero, set_to_none):
     wanted, found = (on_all_ranks(model, plan, work)[0] for plan in plans)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def clipped(engine, optimizer):
+    """A scaler's factor, and clipping, behind the first of two batches too."""
+    inverse = torch.tensor(1 / 64, dtype=torch.float64)
+    with engine.unscaling(optimizer, inverse):
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse)
+    engine.clip_by_norm(optimizer, 0.05)
+
+
+def cleared(engine, optimizer):
+    optimizer.zero_grad()
+
+
+def two_of_two(engine, model, change):
+    """Two steps of two batches each, with a change of gradients behind the first batch."""
+    optimizer = torch.optim.AdamW(engine.module.parameters(), lr=1e-2)
+    engine.take_optimizer(optimizer)
+    engine.hollow()
+    for _ in range(2):
+        optimizer.zero_grad()
+        for place, step in enumerate(model.batches[:2]):
+            train_batch(engine, step[engine.rank])
+            if place == 0:
+                change(engine, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        train_batch(engine, model.batches[0][engine.rank])
+        optimizer.zero_grad()
+        optimizer.step()  # of nothing
+        complete(engine.executor.gather_parameters())
+    return engine.module_values()
+
+
+@pytest.mark.parametrize("change", [clipped, cleared])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_is_asked_of_gradients_is_asked_of_those_elsewhere(zero, change):
+    model, layers = subject("nano_even", torch.float64), 4
+    moved = OffloadRatios(gradients=0.5, optimizer=0.5)
+    plans = [
+        make_plan([layers], degrees=[RANKS], rows=PARITY_ROWS, zero=stage, offload=offload)
+        for stage, offload in ((0, None), (zero, moved))
+    ]
+    wanted, found = (on_all_ranks(model, plan, partial(two_of_two, model=model, change=change))[0] for plan in plans)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+class Raising(torch.optim.AdamW):
+    left = 10**9
+
+    def step(self, closure=None):
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("at its end")
+        return super().step(closure)
+
+
+def raised(engine, model):
+    optimizer = Raising(engine.module.parameters(), lr=1e-3)
+    engine.take_optimizer(optimizer)
+    engine.hollow()
+    for left in (10**9, 2):
+        optimizer.zero_grad()
+        train_batch(engine, model.batches[0][engine.rank])
+        before, optimizer.left = engine.module_values(), left
+        with pytest.raises(ValueError, match="at its end") if left == 2 else nullcontext():
+            optimizer.step()
+            engine.executor.flush()
+    optimizer.left = 10**9
+    return before, engine.module_values()
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_values_are_those_of_their_parameters_after_an_optimizer_has_raised(zero):
+    model = subject("nano_even", torch.bfloat16, masters=torch.float32)
+    plan = make_plan([4], degrees=[RANKS], rows=PARITY_ROWS, zero=zero, offload=OffloadRatios(optimizer=1.0))
+    with mock.patch("lightning_mist.runtime.offload.optimizer_state.defers_update", return_value=False):
+        before, after = on_all_ranks(model, plan, partial(raised, model=model))[0]
+    assert max(float((after[name] - value).abs().max()) for name, value in before.items()) < 5e-3
+
+
+def test_a_rank_without_anything_of_a_unit_takes_part():
+    model = subject("nano_even", torch.bfloat16, masters=torch.float32)
+    plans = [
+        make_plan([4], degrees=[8], rows=PARITY_ROWS, zero=1, offload=offload)
+        for offload in (None, OffloadRatios(optimizer=0.5))
+    ]
+    work = partial(two_of_two, model=model, change=lambda engine, optimizer: None)
+    wanted, found = (on_all_ranks(model, plan, work)[0] for plan in plans)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_in_pieces_cannot_be_looked_at():

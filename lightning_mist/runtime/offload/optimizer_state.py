@@ -306,6 +306,7 @@ class OffloadedState:
             self._shards.fetched(key)
         parameters = self._at_once(key)
         gradients = {} if self._gradients is None else self._gradients.take(key)
+        gradients = {p: gradient for p, gradient in gradients.items() if self._steps.has_gradient(p)}
         if key in self._in_parts:
             self._update_parts(key, (event, views), gradients)
             event, views = self._fetch(key, self._at_home(parameters), self._left[self._buffer_of[key]])

@@ -25,7 +25,7 @@ from lightning_mist.runtime.parameters import shared_out, unversioned
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
-    """A step that was asked for: options of every group, the optimizer's own attributes, and gradients.
+    """A step that was asked for: options of every group, the optimizer's own attributes, and gradients that are here.
 
     Attributes are also what a gradient scaler lends an optimizer that unscales gradients itself. What makes tensors
     without saying of which type makes them of the type that is usual where the step was asked for, as in DDP.
@@ -34,6 +34,7 @@ class _Frozen:
     options: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
     gradients: dict[nn.Parameter, Tensor]
+    having: frozenset[nn.Parameter]
     default_dtype: torch.dtype
 
 
@@ -95,6 +96,10 @@ class UnitSteps:
             if any(parameter.grad is not None for parameter in chosen):
                 self._step(self._optimizer)
 
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter had a gradient, wherever that was, when the step was asked for."""
+        return parameter.grad is not None if self._frozen is None else parameter in self._frozen.having
+
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient with which a parameter is to be updated; of a frozen step it is given once."""
         return parameter.grad if self._frozen is None else self._frozen.gradients.pop(parameter, None)
@@ -107,6 +112,7 @@ class UnitSteps:
             tuple({key: as_now(value) for key, value in options_of(group).items()} for group in groups),
             {key: as_now(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
             {p: gradient for p, grad in given.items() if (gradient := shared_out(grad)) is not None},
+            frozenset(given),
             torch.get_default_dtype(),
         )
         for parameter in given:
