@@ -268,7 +268,7 @@ class Gradients:
         assert line.unit is not None
         key = line.stage, line.unit
         if line.kind in (ActionKind.STORE_GRADIENTS, ActionKind.REDUCE_GRADIENTS) and not self._view.reduces_units:
-            self._add_in_buffer(key, is_sent=line.kind is ActionKind.REDUCE_GRADIENTS and self._factor > 1)
+            self._add_in_buffer(key, is_sent=line.kind is ActionKind.REDUCE_GRADIENTS)
         elif line.kind is ActionKind.STORE_GRADIENTS:
             if any(unit == key and flat.leaves and self._is_mine(flat) for unit, flat, *_ in self._under_way):
                 self._settle()
@@ -291,7 +291,7 @@ class Gradients:
             self._leaving = self._updated(key)
 
     def _add_in_buffer(self, key: UnitKey, *, is_sent: bool) -> None:
-        """Gradients of a unit are added to sums in a buffer, which travel, or have arrived, in another type."""
+        """Gradients of a unit are added to sums in a buffer, which travel, or have arrived, beside it."""
         flats = [flat for flat in self._view.unit_gradients[key] if flat.leaves]
         for name in (name for flat in flats for name in flat.names):
             self.drop(name)
@@ -299,7 +299,9 @@ class Gradients:
             self._tape.free(identity)
         if is_sent:
             label = Label("gradient_bytes", "gradients of a unit on their way")
-            self._sent[key] = [self._tape.malloc(flat.with_counts, label) for flat in flats]
+            casts = [flat.with_counts for flat in flats if self._factor > 1]
+            pieces = [flat.piece for flat in flats if flat.piece]
+            self._sent[key] = [self._tape.malloc(size, label) for size in (*casts, *pieces)]
 
     def _updated(self, key: UnitKey) -> list[FlatBuffer]:
         """What of this rank's own in host memory is updated with a unit."""
