@@ -12,7 +12,8 @@ from benchmarks.planner.copies_clock import batch_lines, run_copies
 from lightning_mist.plan import Exclusion, ZeroStage
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.schedule import ActionKind
-from lightning_mist.schedule.stage_units import offloaded_parameters, shard_units, updated_units
+from lightning_mist.schedule.flats import stage_flats
+from lightning_mist.schedule.stage_units import moved_parameters, shard_units, updated_units
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import make_optimizer
 from tests.integration.test_parity_offload import FIRST, PLANS
@@ -77,10 +78,15 @@ def bytes_of(engine, module_map):
     sizes = {name: p.numel() * p.element_size() for name, p in engine.stages.parameters.items()}
     mine = {item.name for item in mesh.owned}
     here = {item.name for item in mesh.held if not mesh.is_sharded or item.owner(mesh.stage) == mesh.peer_index}
-    values, sums, state = (
-        offloaded_parameters(plan, module_map, mesh.stage, getattr(stage.offload, kind), trained=kind != "parameters")
-        for kind in ("parameters", "gradients", "optimizer")
-    )
+    state, values, sums = moved_parameters(plan, module_map, mesh.stage).values()
+    flats = stage_flats(plan, module_map, mesh.stage)
+    in_flats = {name for flat in flats for name in flat.names}
+    spans = {
+        name: sizes[name] // flat.sizes[index] * (high - low)
+        for flat in flats
+        for index, name in enumerate(flat.names)
+        for low, high in [flat.span(index, mesh.shard_index)]
+    }
     stages = plan.chunks(mesh.stage)
     units = {(at, unit.unit): unit for at in stages for unit in shard_units(module_map, plan.bounds, at)}
     updated = updated_units(plan, module_map, mesh.stage)
@@ -88,23 +94,32 @@ def bytes_of(engine, module_map):
     def total(names):
         return sum(sizes[name] for name in names)
 
+    def pieces(names):
+        return sum(8 * flat.piece for flat in flats if flat.names[0] in names)
+
     def nbytes(action, is_final):
         key = action.stage, action.unit
         kind = action.kind
         if kind is ActionKind.UNSHARD:
-            given = here if stage.zero_stage >= ZeroStage.PARAMETERS else sizes
-            return total(values & set(units[key].names) & set(given))
+            names = values & set(units[key].names)
+            if stage.zero_stage < ZeroStage.PARAMETERS:
+                return total(names)
+            return total(names & here - in_flats) + pieces(names)
         if kind in (ActionKind.LOAD_PARAMETERS, ActionKind.STORE_PARAMETERS):
-            given = mine if stage.zero_stage >= ZeroStage.PARAMETERS else sizes
-            return total(values & set(updated[key]) & set(given))
+            names = values & set(updated[key])
+            if stage.zero_stage < ZeroStage.PARAMETERS:
+                return total(names)
+            return total(names & mine - in_flats) + pieces(names)
         if kind in (ActionKind.LOAD_OPTIMIZER_STATE, ActionKind.STORE_OPTIMIZER_STATE):
-            return 2 * total(state & set(updated[key]) & mine)
+            names = state & set(updated[key]) & mine
+            return 2 * (total(names - in_flats) + sum(spans[name] for name in names & in_flats))
         if kind in (ActionKind.LOAD_GRADIENTS, ActionKind.STORE_GRADIENTS):
             names = sums & set(units[key].reduced)
-            if is_final or stage.zero_stage >= ZeroStage.GRADIENTS:
-                names &= mine
+            is_shared = is_final or stage.zero_stage >= ZeroStage.GRADIENTS
+            in_pieces = pieces(names) * (1 if is_shared else len(mesh.shard_peers))
+            names = (names & mine if is_shared else names) - in_flats
             # With a number for each that says which ranks had one.
-            return total(names) + 8 * len(names) * (len(mesh.peers) > 1)
+            return total(names) + 8 * len(names) * (len(mesh.peers) > 1) + in_pieces
         return 1.0
 
     return nbytes
