@@ -34,8 +34,10 @@ from lightning_mist.cost.inputs import (
     distinct_rows,
 )
 from lightning_mist.cost.memory.held_parameters import ByRange, Holdings
-from lightning_mist.cost.memory.ownership import PIECE_BYTES, padded
+from lightning_mist.cost.memory.ownership import padded
+from lightning_mist.plan.mesh import itemsize
 from lightning_mist.plan.sharding import moved_of_unit
+from lightning_mist.schedule.flats import ALIGNMENT
 
 OffloadedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
 """Bytes of parameters that are offloaded, of those among them that are trained, and of what only trained ones have."""
@@ -94,6 +96,8 @@ class StateShares:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
+        # By less a piece of a flat buffer is rounded up.
+        self._piece = ALIGNMENT * max((itemsize(use.dtype) for use in holdings.spec.module_map.parameters), default=0)
         self._shared_P = holdings.table.uses_PR[:, -1] > 1
         self.are_even = holdings.is_even and not self._shared_P.any()
         self._offloaded: dict[tuple[float, bool], BoolArray] = {}
@@ -268,7 +272,7 @@ class StateShares:
         for figure, (stage_C, cells_VC) in enumerate(zip(stages, figures, strict=True)):
             present_J, begin_J = np.unique(stage_C, return_index=True)
             found[figure][:, present_J] = np.maximum.reduceat(cells_VC, begin_J, axis=1) / ranks
-        found[0] += PIECE_BYTES * (high_S - low_S) * [(shares_J > 1).any() for *_, shares_J in cells]
+        found[:2] += self._piece * (high_S - low_S) * [(shares_J > 1).any() for *_, shares_J in cells] * (found[:2] > 0)
         largest_VS, room_VS = found[2], found[5]
         found[5] = np.where((room_VS == 0) | (ranks > 1), largest_VS, np.minimum(room_VS, largest_VS))
         return found.reshape(-1, len(cells))

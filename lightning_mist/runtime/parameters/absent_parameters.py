@@ -9,7 +9,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -113,8 +113,7 @@ class AbsentGradient(Tensor):
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "AbsentGradient":
         """The stand-in for a parameter's gradient."""
-        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        return one.expand(parameter.shape).as_subclass(cls)
+        return _zero(parameter.dtype, parameter.device).expand(parameter.shape).as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -135,6 +134,12 @@ class AbsentGradient(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+@lru_cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device)
 
 
 def shared_out(gradient: Tensor | None) -> Tensor | None:
