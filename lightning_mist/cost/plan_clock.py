@@ -25,10 +25,10 @@ from dataclasses import dataclass, fields
 from lightning_mist.cost.time import TOLD, StageSeconds
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan
-from lightning_mist.schedule import StepRules
+from lightning_mist.schedule import ActionKind, StepRules
 from lightning_mist.schedule.program import program_of
 from lightning_mist.schedule.program_clock import finish, run
-from lightning_mist.schedule.seconds import ActionSeconds, PlanSeconds, plan_seconds, slot_seconds
+from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
 
 ROUNDS, LEAST = 4, 32
 """Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
@@ -109,32 +109,21 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
     stages; transfers move in between at least. Where lists are cut it is less by what that may err.
     """
     seconds, groups = plan_seconds(plan, terms), plan.num_groups
-    each = [_lane_seconds(stage, plan.num_microbatches) for stage in seconds.stages]
+    count, (forward, backward) = plan.num_microbatches, (ActionKind.FORWARD, ActionKind.BACKWARD)
+    first = [(stage.of(forward, is_first=True), stage.of(backward, is_first=True)) for stage in seconds.stages]
+    others = [(count - 1) * (stage.forward + stage.backward) for stage in seconds.stages]
+    each = [sum(edges) + middle for edges, middle in zip(first, others, strict=True)]
     least = before = behind = 0.0
     for group in range(groups):
-        stage, once = seconds.stages[group], seconds.stages[group].epilogue
+        once = seconds.stages[group].epilogue
         last = 0.0
         if group and plan.schedule in ("1f1b", "interleaved-1f1b"):
-            front = seconds.stages[group - 1]
-            last = seconds.gradients[group - 1] + _last_backward(front, plan.num_microbatches) + behind
+            passed = seconds.stages[group - 1].of(backward, is_first=count == 1)
+            last = seconds.gradients[group - 1] + passed + behind
         behind = max(last, once.reduce + once.step + once.gather)
         least = max(least, before + sum(each[chunk] for chunk in plan.chunks(group)) + behind)
-        before += _first_forward(stage) + (seconds.activations[group] if group + 1 < groups else 0.0)
+        before += first[group][0] + (seconds.activations[group] if group + 1 < groups else 0.0)
     return least * (1 - (CUT if _is_cut(plan, rules) else DUST))
-
-
-def _lane_seconds(stage: ActionSeconds, count: int) -> float:
-    """Seconds of all computations of a stage in a step."""
-    return _first_forward(stage) + (count - 1) * (stage.forward + stage.backward) + _last_backward(stage, 1)
-
-
-def _first_forward(stage: ActionSeconds) -> float:
-    return stage.forward if stage.first_forward is None else stage.first_forward
-
-
-def _last_backward(stage: ActionSeconds, count: int) -> float:
-    """Seconds of the backward of the last of some microbatches."""
-    return stage.backward if count > 1 or stage.first_backward is None else stage.first_backward
 
 
 def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules, step: float | None = None) -> StepTimes:

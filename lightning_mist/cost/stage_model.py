@@ -221,14 +221,8 @@ class StageCostModel(PlanCosts):
     def _with_copies(self, found: StageSeconds, copies: CopySeconds | None) -> StageSeconds:
         """Seconds of candidates as runs have corrected them, with those of copies if there are any."""
         if copies is not None:
-            found = replace(
-                found,
-                copies_K=copies.copies_K,
-                forward_copies_K=copies.forward_copies_K,
-                reduce_K=np.maximum(found.reduce_K + copies.reduce_K, 0.0),
-                update_copies_K=copies.update_copies_K,
-                gather_K=np.where(copies.is_deferred_K, copies.gather_K, found.gather_K),
-            )
+            terms = {name: getattr(copies, name) for name in copies.__slots__}
+            found = replace(found, **terms | {"reduce_K": np.maximum(found.reduce_K + copies.reduce_K, 0.0)})
         return corrected_terms(self.profile, found)
 
     def _without_copies(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, CopyStages]:

@@ -1,9 +1,9 @@
 """How long actions take."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
@@ -46,7 +46,7 @@ class ActionSeconds:
         """What happens once per batch."""
         return Epilogue(reduce=self.reduce, tied=self.reduce_tied, step=self.step, gather=self.gather)
 
-    def of(self, kind: ActionKind, *, is_first: bool, is_again: bool) -> float:
+    def of(self, kind: ActionKind, *, is_first: bool = False, is_again: bool = False) -> float:
         """Seconds of a computation; see :func:`~lightning_mist.schedule.program.slot_of`."""
         if kind is ActionKind.FORWARD:
             if is_first and self.first_forward is not None:
@@ -66,14 +66,8 @@ class ActionSeconds:
 
 def slot_seconds(stages: Sequence[ActionSeconds]) -> list[float]:
     """Seconds of the computations of every slot of a program; see :func:`~lightning_mist.schedule.program.slot_of`."""
-    return [seconds for stage in stages for seconds in _of_stage(stage)]
-
-
-def _of_stage(stage: ActionSeconds) -> Iterator[float]:
-    for kind in KINDS:
-        for is_again in (False, True):
-            for is_first in (False, True):
-                yield stage.of(kind, is_first=is_first, is_again=is_again)
+    every = product(stages, KINDS, (False, True), (False, True))
+    return [stage.of(kind, is_first=is_first, is_again=is_again) for stage, kind, is_again, is_first in every]
 
 
 def batch_seconds(plan: Plan, stages: Sequence[ActionSeconds]) -> list[tuple[float, float]]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, StageRegions
+from lightning_mist.cost.inputs import ArrayRecord, FloatArray, StageRegions
 from lightning_mist.cost.time.offload_loads import CopyStages, loads_of, ratios_of
 from lightning_mist.cost.time.overlap import CopyRates
 from lightning_mist.cost.time.pass_seconds import Passes, PassKind
@@ -38,15 +38,14 @@ AT_ONCE = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySeconds(ArrayRecord):
-    """What host copies do to the seconds of stages; all zero for candidates that offload nothing.
+    """What host copies do to the seconds of stages; nothing for candidates that offload nothing.
 
     Attributes:
         copies_K: What they add to a middle microbatch.
         forward_copies_K: The part of it that belongs to the forward.
         update_copies_K: What they add to the update.
-        gather_K: Giving out updated parameters, as far as it does not hide in the first forward.
+        gather_K: Giving out updated parameters, where that happens in the first forward as far as it does not hide.
         reduce_K: What averaging gradients takes more (or less) because copies run beside the last backward too.
-        is_deferred_K: Whether the update happens in the first forward, so that ``gather_K`` applies.
     """
 
     copies_K: FloatArray
@@ -54,7 +53,6 @@ class CopySeconds(ArrayRecord):
     update_copies_K: FloatArray
     gather_K: FloatArray
     reduce_K: FloatArray
-    is_deferred_K: BoolArray
 
 
 def copy_seconds(stages: CopyStages, rates: CopyRates, interference: Interference | None) -> CopySeconds:
@@ -66,9 +64,8 @@ def copy_seconds(stages: CopyStages, rates: CopyRates, interference: Interferenc
     offload, count = ratios_of(stages.candidates), len(stages.candidates)
     offloads_K = offload.is_updated_by_units_K | (offload.kept_KX > 0).any(axis=1)
     across_K = np.array([place.across_nodes for place in stages.places])[stages.place_K]
-    found = CopySeconds(
-        **{name: np.zeros(count, dtype=bool if name == "is_deferred_K" else float) for name in CopySeconds.__slots__}
-    )
+    found = CopySeconds(**{name: np.zeros(count) for name in CopySeconds.__slots__})
+    found.gather_K[:] = stages.gather_K
     for across in (False, True):
         at_J = np.flatnonzero(offloads_K & (across_K == across))
         for begin in range(0, len(at_J), AT_ONCE):
@@ -108,7 +105,6 @@ def _copy_seconds(
         copies_K=forward_copies_K + np.maximum(moving_backward_K - backward_K, 0.0),
         forward_copies_K=forward_copies_K,
         update_copies_K=np.maximum(update_copies_K, 0.0),
-        gather_K=gather_K,
+        gather_K=np.where(is_deferred_K, gather_K, stages.gather_K),
         reduce_K=reduce_K - (passes.seconds(replace(backward, edge=True)) - backward_K),
-        is_deferred_K=is_deferred_K,
     )
