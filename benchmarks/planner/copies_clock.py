@@ -11,13 +11,13 @@ leaves where its memory is given back: activations at ``DROP``, parameters at ``
 were updated when the next ones leave. At the end of a batch all of these have left.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.schedule.action import COMPUTATIONS, TAIL, Action, ActionKind
+from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS, TAIL, Action, ActionKind
 from lightning_mist.schedule.stage_program import NUM_BUFFERS, lines_of
 from lightning_mist.schedule.stage_units import defers_update, expanded_units, plan_units, stage_update
 
@@ -68,6 +68,72 @@ class CopyTimes:
                 at += 1
             total += copy.nbytes * beside / (copy.end - copy.start)
         return total
+
+
+class Costs(NamedTuple):
+    """What actions of a rank take; see :func:`run_copies`."""
+
+    seconds: Callable[[Action], float]
+    nbytes: Callable[[Action, bool], float]
+    rates: tuple[float, float]
+
+
+def run_pipeline(groups: Sequence[tuple[Sequence[Action], Costs]], batches: int) -> list[float]:
+    """When groups of devices have computed each of some batches, with messages between them that take no time.
+
+    Nobody begins a batch before the last group has computed the one before, for whose loss it waits.
+
+    Args:
+        groups: For each its expanded list for one batch, and what it takes.
+    """
+    done: dict[tuple[int, ActionKind, int, int | None], float] = {}
+    ends: list[dict[int, float]] = [{} for _ in range(batches)]
+    last_stage = max(action.stage for actions, _ in groups for action in actions)
+    walks = [
+        _walk(group, actions, _Run([actions], *costs), (len(groups) - 1, last_stage), done, ends)
+        for group, (actions, costs) in enumerate(groups)
+    ]
+    while walks:
+        walks = [walk for walk in walks if next(walk, True) is None]
+    return [max(of_groups.values()) for of_groups in ends]
+
+
+def _walk(
+    group: int,
+    actions: Sequence[Action],
+    run: "_Run",
+    last: tuple[int, int],
+    done: dict[tuple[int, ActionKind, int, int | None], float],
+    ends: Sequence[dict[int, float]],
+) -> Iterator[None]:
+    """Run a group through all batches, stopping wherever it waits for what others have not done.
+
+    Args:
+        last: The last group and the last stage.
+    """
+    finals = _finals(actions)
+    units = [(a.kind, a.stage, a.microbatch) if a.kind in COMPUTATIONS else None for a in actions]
+    end = {computed: position for position, computed in enumerate(units)}
+    begin = {computed: len(units) - 1 - position for position, computed in enumerate(reversed(units))}
+    for batch, computed_by in enumerate(ends):
+        while batch and last[0] not in ends[batch - 1]:
+            yield
+        run.wait(ends[batch - 1][last[0]] if batch else 0.0)
+        for position, (action, computed) in enumerate(zip(actions, units, strict=True)):
+            if computed and begin[computed] == position:
+                kind, stage, microbatch = computed
+                other = {ActionKind.FORWARD: stage - 1, **dict.fromkeys(INPUT_BACKWARDS, stage + 1)}.get(kind, -1)
+                if 0 <= other <= last[1]:
+                    while (batch, kind, other, microbatch) not in done:
+                        yield
+                    run.wait(done[batch, kind, other, microbatch])
+            run.is_final = position in finals
+            run.perform(action)
+            if computed and end[computed] == position:
+                done[(batch, *computed)] = run.lanes["compute"]
+        computed_by[group] = run.lanes["compute"]
+        run.wait(*run.leaving.values())
+        run.give_back()
 
 
 def run_copies(

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import replace
 
 from benchmarks.planner.apart import PRECISION, spec_of
-from benchmarks.planner.copies_clock import CopyTimes, batch_lines, run_copies
+from benchmarks.planner.copies_clock import CopyTimes, Costs, batch_lines, run_copies
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.inputs.candidates import OffloadCandidates, slots_of
@@ -56,6 +56,21 @@ def steady_times(
         plan: The plan.
         group: The group of devices.
         batches: How many batches.
+        crowded: As of :func:`lists_of`.
+    """
+    lines, costs = lists_of(model, plan, group, crowded=crowded)
+    return run_copies([lines] * batches, *costs)
+
+
+def lists_of(
+    model: StageCostModel, plan: Plan, group: int = 0, *, crowded: bool = True
+) -> tuple[tuple[Action, ...], Costs]:
+    """What a group of devices of a plan does for one batch, and what that takes by the cost model.
+
+    Args:
+        model: The network and the machine.
+        plan: The plan.
+        group: The group of devices.
         crowded: Whether copies are as slow as if the other direction and computing never paused, or as if these were
             not there.
     """
@@ -115,7 +130,7 @@ def steady_times(
         return at(of_one[moved], name, unit) * (rates.to_device if name.endswith("in") else rates.to_host)
 
     lines = batch_lines(plan, model.spec.module_map, group, lower(plan, tied=False)[group])
-    return run_copies([lines] * batches, seconds, nbytes, (to_device, to_host))
+    return lines, Costs(seconds, nbytes, (to_device, to_host))
 
 
 def _loads(model: StageCostModel, plan: Plan, group: int, kinds: tuple[str, ...]) -> Loads:
