@@ -265,6 +265,7 @@ class StageCostModel(PlanCosts):
             update_K=passes.update_K,
             update_copies_K=none_K,
             gather_K=once.gather_K,
+            deferred_K=none_K,
             overhead_K=overhead.forward_K + overhead.backward_K,
             forward_overhead_K=overhead.forward_K,
             once_K=overhead.once_K,

@@ -18,7 +18,8 @@ The search minimises the first form; what is said of a plan comes from the clock
 (:mod:`lightning_mist.cost.plan_clock`). On it 1F1B and GPipe take exactly the closed form if all stages are alike and
 transfers take no time, and no longer if forward and backward are in one ratio on all stages and boundary work takes no
 time. Elsewhere the two differ, because forwards and backwards have slowest stages of their own, warm-up and cool-down
-overlap with them, and transfers hide or show. Over 2,000 random pipelines of 2 to 8 stages and 2 to 64 microbatches,
+overlap with them, transfers hide or show, and stages wait for updates that those in front have put off into their first
+forwards, which the form lets hide behind these. Over 2,000 random pipelines of 2 to 8 stages and 2 to 64 microbatches,
 whose forwards and backwards each vary by a factor of 2, and where a transfer takes up to a tenth of the shortest
 forward, reducing up to two of them and updating up to two of them, a step on the clock takes 0.87 to 1.01 times the
 first form by the rules of a device (0.98 on average), 0.88 to 1.08 times by those of a CPU (0.99). The second form was

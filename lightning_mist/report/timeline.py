@@ -216,7 +216,7 @@ def _passes(plan: Plan, group: int, spans: Sequence[Span]) -> Iterator[Pass]:
             yield Pass(rows("forward", stage), (piece,))
         elif kind is backward and not (final and microbatch == last):
             yield Pass(rows("backward", stage), (piece,))
-    # The clock counts an update behind the last backward which the runtime takes in the next first forward.
+    # Of an update that the runtime takes in the next first forward the clock counts a part behind the last backward.
     step = [once[kind] for kind in (ActionKind.OPTIMIZER_STEP, ActionKind.GATHER_PARAMETERS) if kind in once]
     yield Pass(first, (*step, *(at[ActionKind.FORWARD, chunk, 0] for chunk in chunks)))
     ends = tuple(at[backward, chunk, last] for chunk in reversed(chunks))
@@ -259,9 +259,12 @@ def _parts(action: Action, is_again: bool, terms: dict[str, float], seconds: flo
     behind: _Parts = []
     if kind is ActionKind.FORWARD:
         more = of("begin") if is_first else is_again * of("forward_again")
+        deferred = is_first * of("deferred")
+        copied = min(deferred, of("update_copies"))
+        before = [("optimizer", deferred - copied)]
         behind = [
             ("collectives", of("forward_unshard", "forward_ring") + more),
-            ("copies", of("forward_copies")),
+            ("copies", of("forward_copies") + copied),
         ]
     elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
         before = [("recompute", of("recompute"))]
@@ -273,7 +276,7 @@ def _parts(action: Action, is_again: bool, terms: dict[str, float], seconds: flo
             ("copies", of("copies") - of("forward_copies")),
         ]
     elif kind is ActionKind.OPTIMIZER_STEP:
-        behind = [("copies", of("update_copies"))]
+        behind = [("copies", max(0.0, of("update_copies") - of("deferred")))]
     total = sum(value for _, value in (*before, *behind))
     if total > seconds > 0:
         before, behind = ([(name, value * seconds / total) for name, value in part] for part in (before, behind))

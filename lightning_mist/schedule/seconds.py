@@ -21,7 +21,8 @@ class ActionSeconds:
         backward: A backward that follows a forward of its stage.
         weight: The part of the backward that makes gradients of weights, ``W`` where backward is split; ``I`` is the
             rest.
-        first_forward: Forward of the first microbatch, if it takes another time: its stage begins with no unit there.
+        first_forward: Forward of the first microbatch, if it takes another time: its stage begins with no unit there,
+            and may have an update to take.
         first_backward: Backward of the first microbatch, if it takes another time: gradients are made that later ones
             are added to. Where backwards are split it is ``W`` that is shorter or longer, but takes no less than 0.
         forward_again: How much longer other forwards take that follow no backward of their stage.
@@ -126,6 +127,7 @@ ONCE = (
     "update_copies_seconds",
     "once_seconds",
     "gather_seconds",
+    "deferred_seconds",
 )
 """Terms of what happens once per batch."""
 
@@ -166,18 +168,21 @@ def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> Acti
     forward = of("forward") + of("forward_unshard", half) + sum(of(f"forward_{name}") for name in parts)
     backward = of("backward") + of("recompute") + of("backward_unshard", half) + of("scatter")
     backward += sum(of(name) - of(f"forward_{name}") for name in parts)
+    # What of an update waits for no input is counted behind the last backward, as it comes between the two.
+    update, gather = once["update_seconds"] + once["update_copies_seconds"], once["gather_seconds"]
+    deferred = once["deferred_seconds"]
     return ActionSeconds(
         forward=forward,
         backward=backward,
-        first_forward=forward + of("begin"),
+        first_forward=forward + of("begin") + of("deferred"),
         forward_again=of("forward_again"),
         backward_again=of("backward_again"),
         first_backward=max(0.0, backward - of("accumulate")),
         weight=of("weight"),
         reduce=once["reduce_seconds"],
         reduce_tied=once["tied_seconds"],
-        step=once["update_seconds"] + once["update_copies_seconds"] + once["once_seconds"],
-        gather=once["gather_seconds"],
+        step=max(update - deferred, 0.0) + once["once_seconds"],
+        gather=min(max(update + gather - deferred, 0.0), gather),
     )
 
 

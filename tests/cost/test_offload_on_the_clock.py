@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from benchmarks.parity.plans import Group, Layout, make_plan
-from benchmarks.planner.hidden_copies import KINDS, steady_times
-from lightning_mist.cost import StageCostModel
+from benchmarks.planner.copies_clock import run_pipeline
+from benchmarks.planner.hidden_copies import KINDS, lists_of, steady_times
+from lightning_mist.cost import StageCostModel, predict_with
 from lightning_mist.cost.inputs.candidates import slots_of
 from lightning_mist.cost.time.overlap import FREE, copy_rates
 from lightning_mist.plan import OffloadRatios
@@ -84,3 +85,17 @@ def test_in_a_pipeline_too(kinds, group):
     added, wanted, whole, once = compare(NETWORKS["unlike"], Layout(groups=(some,) * 3, parts=6), 3e7, group)
     tolerance = (ALONE if len(kinds) == 1 else TOGETHER) * whole
     assert wanted - tolerance <= added <= wanted + tolerance + once
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("kinds", [("optimizer",), KINDS[:3]], ids=["optimizer", "state"])
+@pytest.mark.parametrize("rate", [1e7, 3e7, 1e9])
+def test_stages_wait_for_updates_of_those_in_front_as_on_the_clock(kinds, stages, rate):
+    some = Group(offload=OffloadRatios(**dict.fromkeys(kinds, 1.0)))
+    plan = make_plan(Layout(groups=(some,) * stages, parts=6), LAYERS, rows=ROWS)
+    model = StageCostModel(NETWORKS["unlike"], machine(rate, 1.5 * rate), cluster(stages, kind="cuda"))
+    *_, before, end = run_pipeline([lists_of(model, plan, group) for group in range(stages)], batches=3)
+    found = predict_with(model, plan)
+    moving = sum(dict(stage.breakdown)["transfer_seconds"] for stage in found.stages)
+    # What the rows of the last units write back is at home soon enough on the clock.
+    assert 0.99 * (end - before) <= found.step_seconds <= 1.045 * (end - before) + moving

@@ -115,6 +115,16 @@ def test_chunks_update_together():
     assert clocked_seconds(interleaved, each) - clocked_seconds(interleaved, bare) == pytest.approx(2 * (1 + 2 + 3 + 4))
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved-1f1b", 2)])
+def test_stages_wait_for_the_updates_that_those_in_front_have_put_off(schedule, chunks):
+    made = plan(schedule, 3, chunks=chunks, microbatches=6)
+    each = [stage(forward=1, backward=2, weight=1, update=4)] * made.num_stages
+    late = [item | {"deferred_seconds": 3.0} for item in each]
+    longer = clocked_seconds(made, late) - clocked_seconds(made, each)
+    # Each waits for the three seconds of all in front, of which the first group's were at the end before.
+    assert longer == pytest.approx(2 * 3 * chunks)
+
+
 def random_terms(rng, count):
     terms = []
     for _ in range(count):
@@ -130,6 +140,7 @@ def random_terms(rng, count):
             "copies": 0.5,
             "forward_copies": 0.25,
             "update_copies": 0.75,
+            "deferred": rng.uniform(0, 0.75),
             "forward_overhead": beside["overhead"] / 3,
         }
         terms.append(stage(forward=forward, backward=weight + rest, weight=weight, **per_batch, **beside, **parts))

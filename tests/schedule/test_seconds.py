@@ -97,19 +97,24 @@ def test_terms_become_actions():
         "update_copies_seconds": 0.125,
         "once_seconds": 4.0,
         "gather_seconds": 5.5,
+        "deferred_seconds": 0.5,
     }
     found = plan_seconds(make_plan(), [term, term])
     stage = found.stages[1]
     assert stage.forward == 1 + 1000 + 200_000 + 2e6 + 3e7
-    assert stage.first_forward == stage.forward + 16
+    assert stage.first_forward == stage.forward + 16.5
     assert (stage.forward_again, stage.backward_again) == (64, 128)
     assert stage.backward == 20 + 300 + 1250 + 30_000 + 300_000 + 4e6 + 5e7
     assert stage.first_backward == stage.backward - 5
     assert stage.weight == 7
-    assert (stage.reduce, stage.reduce_tied, stage.step, stage.gather) == (1.5, 2.5, 7.625, 5.5)
+    assert (stage.reduce, stage.reduce_tied, stage.step, stage.gather) == (1.5, 2.5, 7.125, 5.5)
     assert (found.activations, found.gradients) == ((0.25,), (0.5,))
     assert (found.sent_activations, found.sent_gradients) == ((0.75,), (0.875,))
     assert (found.crossings, found.sent_crossings) == ([0.25, 0.5], [0.75, 0.875])
+    # First of what the update takes, then of giving out; corrections may have made both less.
+    for deferred, step, gather in ((4.625, 4, 4.5), (20, 4, 0)):
+        (once, _) = plan_seconds(make_plan(), [term | {"deferred_seconds": deferred}] * 2).stages
+        assert (once.step, once.gather) == (step, gather)
     still = found.without_transfers()
     assert still.stages == found.stages
     assert still.crossings == still.sent_crossings == [0.0, 0.0]

@@ -12,8 +12,9 @@ too much by one fetch per batch; with one microbatch there is nothing to fetch.
 
 If parameters, gradients or optimizer state are offloaded, the update of a batch happens unit by unit in the first
 forward of the next. No more is on the device then than in a backward at the same unit: activations of the units before
-it, gradients of those behind it. Where code of the user's may look at gradients or state, the update is behind the last
-backward, and the next batch begins with fetching parameters.
+it, gradients of those behind it. Up to the update of the second unit all is issued before the first one needs its
+input, and counts with the update; for the rest stages behind wait. Where code of the user's may look at gradients or
+state, the update is behind the last backward, and the next batch begins with fetching parameters.
 
 That lists of actions take as long ``benchmarks.planner.copies_clock`` shows, whose copies are the runtime's.
 
@@ -46,6 +47,7 @@ class CopySeconds(ArrayRecord):
         update_copies_K: What they add to the update.
         gather_K: Giving out updated parameters, where that happens in the first forward as far as it does not hide.
         reduce_K: What averaging gradients takes more (or less) because copies run beside the last backward too.
+        deferred_K: What of the update, its copies and ``gather_K`` the first forward does once it has its input.
     """
 
     copies_K: FloatArray
@@ -53,6 +55,7 @@ class CopySeconds(ArrayRecord):
     update_copies_K: FloatArray
     gather_K: FloatArray
     reduce_K: FloatArray
+    deferred_K: FloatArray
 
 
 def copy_seconds(stages: CopyStages, rates: CopyRates, interference: Interference | None) -> CopySeconds:
@@ -91,11 +94,10 @@ def _copy_seconds(
     forward_copies_K = np.maximum(passes.seconds(moving_forward) - passes.seconds(forward), 0.0)
     # A batch begins with no unit there, whatever is copied.
     begun_K = passes.seconds(replace(forward, away=True))
-    first_K = np.where(is_deferred_K, passes.seconds(replace(forward, edge=True, away=True)), begun_K)
-    update_K = stages.update_K * offload.is_updated_by_units_K
-    gather_K = np.maximum(first_K - begun_K - update_K, 0.0)
-    update_copies_K = passes.seconds(replace(moving_forward, edge=True, away=True)) - begun_K - forward_copies_K
-    update_copies_K -= update_K + gather_K
+    update_K, plain_K = stages.update_K * offload.is_updated_by_units_K, begun_K + forward_copies_K
+    gather_K = np.maximum(passes.seconds(replace(forward, edge=True, away=True)) - begun_K - update_K, 0.0)
+    whole_K, behind_K = passes.with_input(replace(moving_forward, edge=True, away=True))
+    update_copies_K = whole_K - plain_K - (update_K + gather_K)
     is_eager_K = offload.is_updated_by_units_K & ~is_deferred_K
     if is_eager_K.any():
         eager_K = passes.seconds(PassKind(ActionKind.UPDATE, copies=True, edge=True)) - update_K
@@ -107,4 +109,5 @@ def _copy_seconds(
         update_copies_K=np.maximum(update_copies_K, 0.0),
         gather_K=np.where(is_deferred_K, gather_K, stages.gather_K),
         reduce_K=reduce_K - (passes.seconds(replace(backward, edge=True)) - backward_K),
+        deferred_K=np.maximum(behind_K - plain_K, 0.0) * is_deferred_K,
     )

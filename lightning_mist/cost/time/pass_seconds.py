@@ -235,15 +235,23 @@ class Passes(_Stages):
 
     def seconds(self, one: PassKind) -> FloatArray:
         """Seconds of one pass."""
+        return self.with_input(one)[0]
+
+    def with_input(self, one: PassKind) -> tuple[FloatArray, FloatArray]:
+        """Seconds of one pass, and of a forward those from where its input has to be there.
+
+        Its first unit waits for that, and whatever its row has beside it is issued before.
+        """
         load_HU, waited_U = self.rows(one)
         second_U = self._together(one, load_HU) + waited_U
         total_K: FloatArray = np.einsum("jk,jk->k", self._count_JK, second_U.take(self._which_JK))
+        behind_K = total_K - second_U.take(self._which_JK[0]) + self.of_unit("forward", self.regions.low_K)
         front, behind = self.ends(one)
         if Channel.COMPUTE in front:
             total_K += self._together(one, self.first_update(one, front.pop(Channel.COMPUTE)))
         for value_K in (*front.values(), *behind.values()):
             total_K += value_K
-        return total_K
+        return total_K, behind_K + sum(behind.values())
 
     def rows(self, one: PassKind) -> tuple[FloatArray, FloatArray]:
         """As :func:`row_loads`, of all rows that occur."""

@@ -43,6 +43,8 @@ class StageSeconds(ArrayRecord):
         tied_K: Summing gradients of parameters that several stages hold.
         update_K: The optimizer's step, and the other passes over gradients and parameters of once per batch.
         update_copies_K: Copies between device and host that the optimizer's step waits for.
+        deferred_K: The part of ``update_K``, ``update_copies_K`` and ``gather_K`` that the next batch's first forward
+            does once its input is there.
         overhead_K: What the runtime itself takes for one microbatch.
         forward_overhead_K: The part of ``overhead_K`` in forward.
         once_K: What it takes once per step.
@@ -77,6 +79,7 @@ class StageSeconds(ArrayRecord):
     update_K: FloatArray
     update_copies_K: FloatArray
     gather_K: FloatArray
+    deferred_K: FloatArray
     overhead_K: FloatArray
     forward_overhead_K: FloatArray
     once_K: FloatArray

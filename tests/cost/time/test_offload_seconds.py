@@ -20,7 +20,7 @@ from tests.tiers import examples
 
 KINDS = (*UPDATED_KINDS, "activations", "checkpoints")
 ratios = st.sampled_from([0.0, 0.3, 0.5, 1.0])
-TERMS = ("copies_K", "forward_copies_K", "update_copies_K", "gather_K", "reduce_K")
+TERMS = ("copies_K", "forward_copies_K", "update_copies_K", "gather_K", "reduce_K", "deferred_K")
 
 
 def network(layers=4, **changes):
@@ -137,8 +137,12 @@ class Walk:
         """Loads to compute, exchange, and copy both ways."""
         return float(concurrent_seconds(*(np.array([load]) for load in loads), self.interference, False)[0])
 
-    def forward(self, copies, edge, away=False):
-        """Seconds of a forward; ``away`` if its first two units are not there from the backward before."""
+    def forward(self, copies, edge, away=False, with_input=False):
+        """Seconds of a forward; ``away`` if its first two units are not there from the backward before.
+
+        Args:
+            with_input: Without what is issued before the first unit computes.
+        """
         of, units, c = self.of, self.units, float(copies)
         total = of[units[0]]["u"] * away
         if edge:
@@ -156,6 +160,8 @@ class Walk:
             elif self.waits:
                 total, down = total + c * down, 0.0
             total += self.together(compute, network, c * down, c * up)
+            if place == 0 and with_input:
+                total = own["f"]
         return total + c * of[units[-1]]["out"]
 
     def backward(self, copies, edge):
@@ -184,9 +190,10 @@ class Walk:
         ahead = forward[1, 0] - forward[0, 0]
         begun, first = self.forward(0, 0, away=True), self.forward(1, 1, away=True)
         gather = given_out = max(0.0, self.forward(0, 1, away=True) - begun - update)
+        late = max(0.0, self.forward(1, 1, away=True, with_input=True) - begun - ahead)
         offload = self.some.offload
         if max(offload.parameters_K[0], offload.gradients_K[0], offload.optimizer_K[0]) == 0:
-            gather = float(self.plain.gather_K[0])
+            gather, late = float(self.plain.gather_K[0]), 0.0
         more = backward[1, 1] - backward[1, 0] - backward[0, 1] + backward[0, 0]
         return (
             ahead + backward[1, 0] - backward[0, 0],
@@ -194,6 +201,7 @@ class Walk:
             max(0.0, first - begun - ahead - update - given_out),
             gather,
             max(0.0, float(self.plain.reduce_K[0]) + more),
+            late,
         )
 
     def found(self):
