@@ -311,9 +311,8 @@ def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
     made: dict[Plan, float] = {}
     for item in (outcome.winner, *outcome.found.values()):
         answer = item.answer
-        for chosen in filter(
-            None, (answer.chosen, ending_sooner(item.problem, answer.chosen), answer.lower_bottleneck)
-        ):
+        sooner = ending_sooner(item.problem, answer.chosen)
+        for chosen in filter(None, (answer.chosen, *sooner, answer.lower_bottleneck)):
             plan = make_plan(stages.space, item.problem, chosen, stages.model.cluster)
             made.setdefault(plan, item.problem.objective(chosen))
     found: dict[Plan, _Clocked] = {}
@@ -328,10 +327,11 @@ def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
     return list(found.values())
 
 
-def ending_sooner(problem: InterStageProblem, chosen: tuple[int, ...]) -> tuple[int, ...]:
-    """The same stages, each with the least boundary seconds of what takes as long per microbatch.
+def ending_sooner(problem: InterStageProblem, chosen: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The same stages, each with the least boundary seconds of what takes as long per microbatch, or of all.
 
-    These seconds hide under 1F1B behind the stages in front, as far as the closed form counts; elsewhere less may.
+    These seconds hide under 1F1B behind the stages in front, as far as the closed form counts; elsewhere less may, and
+    of an update in the next first forward hardly anything does. So the others have the least seconds of a whole step.
     """
     found = []
     for slot, index in zip(problem.slots, chosen, strict=True):
@@ -339,9 +339,11 @@ def ending_sooner(problem: InterStageProblem, chosen: tuple[int, ...]) -> tuple[
         is_alike_K = np.all(
             [values_K == values_K[index] for values_K in (getattr(slot, name) for name in names)], axis=0
         )
-        is_alike_K &= slot.steady_K <= slot.steady_K[index] * (1 + PRECISION)
-        found.append(int(np.where(is_alike_K, slot.boundary_K, np.inf).argmin()))
-    return tuple(found)
+        is_fast_K = is_alike_K & (slot.steady_K <= slot.steady_K[index] * (1 + PRECISION))
+        alone_K = problem.num_microbatches * slot.steady_K + slot.boundary_K
+        pairs = (is_fast_K, slot.boundary_K), (is_alike_K, alone_K)
+        found.append([int(np.where(is_there_K, values_K, np.inf).argmin()) for is_there_K, values_K in pairs])
+    return tuple(zip(*found, strict=True))
 
 
 def _clock_notes(first: _Clocked, fastest: _Clocked, chosen: _Clocked) -> tuple[str, ...]:
