@@ -10,7 +10,10 @@ from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
+from lightning_mist.runtime.executor import Executor
+from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.parameters.absent_parameters import AbsentParameter
+from lightning_mist.schedule import ActionKind
 from lightning_mist.strategy.training.whole_model import attach_engine
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.tiers import tiered
@@ -205,3 +208,27 @@ def test_a_step_is_left_to_the_next_batch():
 
     ((_, _, seen),) = train(PLANS["one device"], each=count)
     assert min(seen) == len(list(subject("nano_even", torch.float64).module.parameters()))
+
+
+def test_a_stage_updates_two_units_before_it_waits_for_its_input(monkeypatch):
+    """What the clock counts as done meanwhile."""
+    updated, waiting = [], []
+    run, perform = Executor.run, OffloadedState.perform
+
+    def watched(executor, *args, **given):
+        works = run(executor, *args, **given)
+        if executor.mesh.stage == 1:
+            updated.clear()
+            work = next(works)
+            waiting.append([str(action) for action in updated if action.stage == 1])
+            yield work
+        yield from works
+
+    def noted(state, action):
+        updated.extend([action] * (action.kind is ActionKind.UPDATE))
+        perform(state, action)
+
+    monkeypatch.setattr(Executor, "run", watched)
+    monkeypatch.setattr(OffloadedState, "perform", noted)
+    train(Layout(groups=(Group(offload=STATE),) * 2, parts=2))
+    assert waiting == [[], *[["1UPDATE:2", "1UPDATE:3"]] * (STEPS - 1)]
