@@ -29,8 +29,8 @@ has two rooms of the largest unit's size, where the runtime takes what the two u
 REPLAYED = 0.02
 """How far a replay may be above; below as much as a prediction."""
 
-HOST = {"activations": 0.025, "gradients": 0.02, "optimizer": 0.03}
-"""The same of host memory. Of activations: small tensors stay. Of gradients, and of state in pieces: what lies between
+HOST = {"activations": 0.025, "gradients": 0.02, "optimizer": 0.03, "parameters": 0.01}
+"""The same of host memory. Of activations: small tensors stay. Of what is in pieces: what lies between
 these small parameters, each of which begins at a multiple of 64 elements."""
 
 PLANS = {
