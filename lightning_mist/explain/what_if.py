@@ -14,13 +14,7 @@ from lightning_mist.hardware import (
     usable_host_bytes,
 )
 from lightning_mist.plan import Plan, SearchSpace
-from lightning_mist.tuner.space import (
-    host_bytes_of_each,
-    least_of_stages,
-    tensor_share,
-    usable_bytes,
-    usable_of_parts,
-)
+from lightning_mist.tuner.space import host_bytes_of_each, least_of_stages, tensor_share, usable_bytes, usable_of_parts
 from lightning_mist.units import format_bytes
 
 MORE_BYTES = 2**30

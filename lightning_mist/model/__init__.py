@@ -7,13 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.model.child_process import run_apart
-from lightning_mist.model.spec import (
-    MASTERS_PRECISION,
-    LayerSeconds,
-    ModelSpec,
-    OptimizerSpec,
-    with_master_weights,
-)
+from lightning_mist.model.spec import MASTERS_PRECISION, LayerSeconds, ModelSpec, OptimizerSpec, with_master_weights
 
 if TYPE_CHECKING:
     from lightning_mist.model.cuts import find_blocks, map_module

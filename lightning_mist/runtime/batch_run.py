@@ -23,14 +23,7 @@ from lightning_mist.runtime.stage import InputSpec, PipelineStage, RankStages, S
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, check, lower_forwards
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 from lightning_mist.schedule.stage_units import used_elsewhere
-from lightning_mist.tensors import (
-    batch_signature,
-    batch_tensors,
-    copy_batch,
-    sequence_length,
-    slice_rows,
-    slice_tokens,
-)
+from lightning_mist.tensors import batch_signature, batch_tensors, copy_batch, sequence_length, slice_rows, slice_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

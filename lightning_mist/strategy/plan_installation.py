@@ -24,14 +24,7 @@ from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.planning import Decision, PlanRequest, write_plan
 from lightning_mist.strategy.ranks import Progress, same_start
 from lightning_mist.strategy.run_report import RunReport
-from lightning_mist.strategy.training import (
-    EndsTogether,
-    Engine,
-    ManualEngine,
-    StepGuard,
-    attach_engine,
-    start_engine,
-)
+from lightning_mist.strategy.training import EndsTogether, Engine, ManualEngine, StepGuard, attach_engine, start_engine
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate

@@ -22,14 +22,7 @@ from lightning_mist.strategy.empty_parameters import check_master_weights, take_
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.plan_installation import refuse_waiting
-from lightning_mist.strategy.planning import (
-    MANUAL,
-    OFFERED,
-    PlanRequest,
-    step_of_fit,
-    whole_module_reason,
-    write_plan,
-)
+from lightning_mist.strategy.planning import MANUAL, OFFERED, PlanRequest, step_of_fit, whole_module_reason, write_plan
 from lightning_mist.strategy.ranks import ActingRank
 from lightning_mist.strategy.run_report import FORWARD
 from lightning_mist.strategy.training import (

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
-from lightning_mist.hardware.profile.hardware_profile import (
-    HardwareProfile,
-)
+from lightning_mist.hardware.profile.hardware_profile import HardwareProfile
 
 if TYPE_CHECKING:
     import torch

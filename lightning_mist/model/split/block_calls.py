@@ -10,15 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import (
-    convert,
-    intercepted,
-    isolated,
-    put,
-    resize_batch,
-    slots_of,
-    thin,
-)
+from lightning_mist.model.fakes import convert, intercepted, isolated, put, resize_batch, slots_of, thin
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.trace import Kinds, group, imitate, module_key, record_answer
 from lightning_mist.plan.calls import call_signature, without_caches

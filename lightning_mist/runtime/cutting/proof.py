@@ -70,14 +70,7 @@ from lightning_mist.runtime.cutting.tape import (
     takes_all,
 )
 from lightning_mist.runtime.process_state import get_random_state, set_random_state
-from lightning_mist.tensors import (
-    batch_rows,
-    batch_tensors,
-    gradients_aside,
-    sequence_length,
-    slice_rows,
-    slice_tokens,
-)
+from lightning_mist.tensors import batch_rows, batch_tensors, gradients_aside, sequence_length, slice_rows, slice_tokens
 
 MOST_ROWS = 5
 """Rows of the batch that is followed: parts of two and three, or of one and four."""

@@ -40,12 +40,7 @@ from lightning_mist.strategy.fabric.users_loop import (
     stand_in_loss,
 )
 from lightning_mist.strategy.plan_installation import HoldsPlan
-from lightning_mist.strategy.planning import (
-    PlannedStep,
-    optimizer_reason,
-    tried,
-    write_plan,
-)
+from lightning_mist.strategy.planning import PlannedStep, optimizer_reason, tried, write_plan
 from lightning_mist.strategy.ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.training import BatchResult, Engine, attach_engine
 from lightning_mist.tensors import gradients_aside, leaves, rebuild

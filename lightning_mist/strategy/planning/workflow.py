@@ -37,11 +37,7 @@ from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest, given_plan
 from lightning_mist.strategy.planning.division_proofs import degrees_of, most_parts, other_masks
 from lightning_mist.strategy.planning.first_batch import load_the_same
-from lightning_mist.strategy.planning.memory_budget import (
-    estimate_given,
-    lack_for_whole,
-    unless_out_of_memory,
-)
+from lightning_mist.strategy.planning.memory_budget import estimate_given, lack_for_whole, unless_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import plain_plan, uneven_hooks
 from lightning_mist.strategy.planning.planning_state import FitPlanner
 from lightning_mist.strategy.planning.trial_step import TriedStep, leaves_no_trace
