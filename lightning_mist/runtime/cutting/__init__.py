@@ -4,4 +4,4 @@ from lightning_mist.runtime.cutting.follow import Result, alike, best_way, leave
 from lightning_mist.runtime.cutting.mode import WAY_OUT, CutMode, check_counts, copied, cutting
 from lightning_mist.runtime.cutting.proof import prove
 from lightning_mist.runtime.cutting.rules import CutRules, ResultKey, Way, is_close
-from lightning_mist.runtime.cutting.tape import Values
+from lightning_mist.runtime.cutting.tape import UncuttableError, Values

@@ -186,7 +186,8 @@ class _Proof:
             raise UncuttableError("the step draws random numbers from Python or numpy, which parts would draw anew")
         loss = loss_of(output)
         if differences is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            with _refusing("the step has no gradients for fewer tokens") if self._lap is not None else nullcontext():
+                loss.backward()  # type: ignore[no-untyped-call]
             differences.turn()
         return _Ran(
             tape=recorder.tape,
@@ -204,17 +205,13 @@ class _Proof:
         assert ran.loss is not None
         set_random_state(self._state, self._device)
         values = Values([leaf.clone() for leaf in leaves], rows)
-        try:
-            with torch.set_grad_enabled(differences is not None):
-                for entry in ancestors(ran.tape, [ran.loss]):
-                    run_entry(entry, values, self._device)
-                found = values[ran.loss]
-                if differences is not None:
-                    found.backward()  # type: ignore[no-untyped-call]
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:  # whatever a call says of a batch that it was not taken down for
-            raise UncuttableError(f"what the step computes does not run on fewer rows: {_short(error)}") from error
+        what = f"what the step computes does not run on fewer {'rows' if self._lap is None else 'tokens'}"
+        with _refusing(what), torch.set_grad_enabled(differences is not None):
+            for entry in ancestors(ran.tape, [ran.loss]):
+                run_entry(entry, values, self._device)
+            found = values[ran.loss]
+            if differences is not None:
+                found.backward()  # type: ignore[no-untyped-call]
         limit = self._limit(value)
         if not is_close(found.detach(), value, limit):
             raise UncuttableError(
@@ -363,6 +360,17 @@ def _outside() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     return random.getstate(), None if state is None else (state[1].tobytes(), *state[2:])
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Inside, whatever a call says of a batch that it was not taken down for is a refusal."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise UncuttableError(f"{what}: {_short(error)}") from error
 
 
 def _short(error: Exception) -> str:

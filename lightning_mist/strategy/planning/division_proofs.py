@@ -14,7 +14,7 @@ from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.model.fakes import convert_batch, isolated, resize_batch
 from lightning_mist.plan import ModuleMap, Plan, parts_of, row_slice
 from lightning_mist.runtime.checks import Steady
-from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
+from lightning_mist.runtime.cutting import CutRules, Result, UncuttableError, Way, best_way, prove
 from lightning_mist.runtime.stage import sum_of_bits
 from lightning_mist.strategy.planning.memory_budget import is_out_of_memory
 from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
@@ -51,18 +51,19 @@ def prove_here(
 
     def step(item: Any) -> tuple[Any, list[Result]]:
         recorder.take()
-        output = call(item)
+        try:
+            output = call(item)
+        except Exception as error:  # whatever a step says that is for one number of tokens
+            if lap is None or is_out_of_memory(error):
+                raise
+            what = f"the step does not run on fewer tokens ({type(error).__name__}: {error})"
+            raise UncuttableError(what) from error
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
         return output, results_of(extras, (*recorder.take(), *getattr(call, "calls", ())))
 
     keeping = call.keeping_calls() if hasattr(call, "keeping_calls") else nullcontext()
     with keeping, isolated(module), recorded_logs(module, recorder), _watched_metrics(module) as updated:
-        try:
-            answer = prove(module, blocks, step, batch, lap)
-        except Exception as error:  # whatever a step says that is for one number of tokens
-            if lap is None or is_out_of_memory(error):
-                raise
-            return f"the step does not run on fewer tokens ({type(error).__name__}: {error})"
+        answer = prove(module, blocks, step, batch, lap)
     if updated and not isinstance(answer, str):
         return f"the step updates the metric {updated[0]}, whose value does not follow from those of parts"
     return answer

@@ -1,5 +1,6 @@
 """What ranks make of what each has found about cutting batches."""
 
+import pytest
 import torch
 
 from lightning_mist.runtime.cutting import CutRules
@@ -31,7 +32,37 @@ class Positions(zoo.Plain):
         return hidden.square().mean()
 
 
+class OfTwelve(torch.autograd.Function):
+    """Has gradients for twelve tokens only."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.tokens = hidden.shape[1]
+        return hidden * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert ctx.tokens == 12, "of twelve tokens only"
+        return gradient
+
+
+def of_tokens(module, step):
+    return prove_here(module, ("blocks.0", "blocks.1"), step, torch.randint(0, 9, (4, 12)), 0)
+
+
 def test_steps_for_one_number_of_tokens_do_not_take_them_in_chunks():
-    module, batch = Positions(), torch.randint(0, 9, (4, 12))
-    found = prove_here(module, ("blocks.0", "blocks.1"), lambda item: module.training_step(item, 0), batch, 0)
+    module = Positions()
+    found = of_tokens(module, lambda item: module.training_step(item, 0))
     assert "does not run on fewer tokens (RuntimeError" in found
+    found = of_tokens(module, lambda item: OfTwelve.apply(module.words(item)).square().mean())
+    assert found.startswith("the step has no gradients for fewer tokens: AssertionError: of twelve tokens only")
+
+
+def test_only_what_the_step_says_of_fewer_tokens_is_a_refusal(monkeypatch):
+    def fails(*_):
+        raise KeyError("of our own")
+
+    module = Positions()
+    monkeypatch.setattr(division_proofs, "results_of", fails)
+    with pytest.raises(KeyError, match="of our own"):
+        of_tokens(module, lambda item: module.words(item).square().mean())
