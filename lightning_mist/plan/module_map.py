@@ -172,7 +172,7 @@ class ModuleMap:
 
     def excludes(self, feature: Feature) -> tuple[str, ...]:
         """The reasons for which a feature is ruled out; empty if it is allowed."""
-        return tuple(item.reason for item in self.exclusions if item.feature == feature)
+        return tuple(dict.fromkeys(item.reason for item in self.exclusions if item.feature == feature))
 
     def excluding(self, reason: str, *features: Feature) -> "ModuleMap":
         """This map with features ruled out."""

@@ -278,18 +278,19 @@ def _searched(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult |
 
     plan = from_json(on_rank_zero(count_and_search))
     # Proving that a batch may be cut can take longer than all the rest, and few plans of what fits do it.
-    if not proved_features(plan, found):
+    if not (is_cut := bool(proved_features(plan, found))):
         planner.rule_out_cuts("it was not tried whether parts of a batch train as the whole does")
-        return plan, made[-1] if made else None, found
-    proved = planner.with_invariance(found, plan)
-    if unsafe := _unproved(proved, plan):
+    while is_cut:
+        proved = planner.with_invariance(found, plan)
+        unsafe, found = _unproved(proved, plan), _as_proved(found, proved)
+        if not unsafe:
+            break
         unsafe |= {"tail_tokens": reasons} if (reasons := proved.excludes("tail_tokens")) else {}
         for feature, reasons in unsafe.items():
             planner.rule_out_cuts("; ".join(reasons), feature)
         plan = from_json(on_rank_zero(search))
-        if plan.stages[-1].tail_chunks > 1:
-            return plan, made[-1] if made else None, _with_safe_cuts(planner, found, plan)
-    return plan, made[-1] if made else None, _as_proved(found, proved)
+        is_cut = plan.stages[-1].tail_chunks > 1  # where tokens were refused, it is known of rows
+    return plan, made[-1] if made else None, found
 
 
 def _unproved(found: ModuleMap, plan: Plan) -> dict[Feature, tuple[str, ...]]:

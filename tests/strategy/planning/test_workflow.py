@@ -101,6 +101,18 @@ def test_cuts_are_proved_when_a_plan_has_them_and_searched_around_if_refuted(mon
     assert proved.done[-3:] == ["count", "tune", "prove"]
 
 
+def test_chunks_that_are_refuted_after_another_search_are_searched_around(monkeypatch):
+    """In rows together tokens may come apart that do not one row at a time."""
+    whole = {"data": 1, "tail": 2}
+    plans = [plan_of(8, 4, whole), plan_of(8, 1, {**whole, "tail": 3}), plan_of(8, 1, {**whole, "tail": 1})]
+    reasons = [("microbatches", "its loss is a sum"), ("tail_tokens", "it pools")]
+    planner = Searching()
+    planner.tune = lambda: planner.done.append("tune") or SimpleNamespace(plan=plans.pop(0))
+    planner.with_invariance = lambda found, plan: found.excluding(*reversed(reasons.pop(0)))
+    assert searched(monkeypatch, planner).stages[-1].tail_chunks == 1
+    assert planner.done[-5:] == ["tune", "its loss is a sum", "tune", "it pools", "tune"]
+
+
 def test_layers_are_split_only_where_that_could_save_something(monkeypatch):
     some = Searching()
     searched(monkeypatch, some)
