@@ -466,8 +466,8 @@ def _chunks_of(microbatch: Microbatch, count: int, lap: int | None) -> tuple[Mic
     if microbatch.weight and (microbatch.batch_rows is None or (lap is not None and length == lap)):
         lacking, what = ("second", "tokens") if microbatch.batch_rows else ("first", "rows")
         raise PlanError(
-            f"tail_chunks = {count}: the tensors of a batch differ in their {lacking} dimension, so that it has no "
-            f"{what} to cut; use tail_chunks = 1"
+            f"tail_chunks = {count}: the tensors of a batch do not share a {lacking} dimension of several {what} to "
+            "cut; use tail_chunks = 1"
         )
     begin, every = (first, end - first) if length is None else (0, length - (lap or 0))
     cuts = [begin + every * number // count for number in range(count + 1)]

@@ -6,6 +6,9 @@ from collections import defaultdict
 import pytest
 import torch
 
+from lightning_mist.errors import PlanError
+from lightning_mist.runtime.batch_run import _chunks_of
+from lightning_mist.runtime.communication import Microbatch
 from tests.integration.parity import assert_equal, collect, make_plan, microbatches, reference
 from tests.runtime.test_executor import World
 
@@ -54,6 +57,13 @@ def test_what_was_sent_is_not_kept(schedule):
         gc.enable()
     assert len(sent) == 4
     assert alive == []
+
+
+@pytest.mark.parametrize(("shape", "rows", "what"), [((4, 1), 4, "second .* tokens"), ((4, 8), None, "first .* rows")])
+def test_chunks_need_something_to_cut(shape, rows, what):
+    whole = Microbatch(value=torch.zeros(shape).long(), weight=1.0, owner=0, index=0, batch_rows=rows)
+    with pytest.raises(PlanError, match=f"tail_chunks = 2: .* do not share a {what}"):
+        _chunks_of(whole, 2, 1)
 
 
 def test_a_part_without_rows_is_skipped():

@@ -69,7 +69,7 @@ _ARITHMETIC = frozenset(
 )
 """Functions in which a number is a value and not a size."""
 
-NEITHER = "the values of a batch are not those of its parts, row by row, nor their mean or sum"
+NEITHER = "the values of a batch are not those of its parts, one by one, nor their mean or sum"
 
 ANY = "any values"
 Labels = Callable[[Tensor, int], Tensor]

@@ -127,11 +127,12 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, lap:
 class _Proof:
     def __init__(self, module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, lap: int | None) -> None:
         self._module, self._step, self._device, self._lap = module, step, device_of(module), lap
+        self._what = "rows" if lap is None else "tokens"
         self._blocks = [module.get_submodule(name) for name in blocks]
         rows = batch_rows(batch) if lap is None else (sequence_length(batch) or 0) - lap
         if rows is None or rows < 2:
-            lacking = "first dimension of at least 2 rows" if lap is None else "second dimension of several tokens"
-            raise UncuttableError(f"the batch cannot be cut: its tensors do not share a {lacking}")
+            least = f"{'first' if lap is None else 'second'} dimension of at least {2 + (lap or 0)} {self._what}"
+            raise UncuttableError(f"the batch cannot be cut: its tensors do not share a {least}")
         self._rows = min(rows, MOST_ROWS) if lap is None else rows
         self._batch = slice_rows(batch, 0, self._rows) if lap is None else batch
         self._state = get_random_state(self._device)
@@ -163,7 +164,7 @@ class _Proof:
         self._follow_all(tape, leaves, list(dict.fromkeys([whole.loss, *results])), whole.loss, found)
         found.spoil_unclear(tape, wanted)
         if whole.loss in found.spoilt:
-            raise UncuttableError(f"the loss depends on rows together: {found.spoilt[whole.loss]}")
+            raise UncuttableError(f"the loss depends on {self._what} together: {found.spoilt[whole.loss]}")
         ways = result_ways(whole.results, fewer.results, found, (self._rows, few))
         if isinstance(ways, str):
             raise UncuttableError(ways)
@@ -205,7 +206,7 @@ class _Proof:
         assert ran.loss is not None
         set_random_state(self._state, self._device)
         values = Values([leaf.clone() for leaf in leaves], rows)
-        what = f"what the step computes does not run on fewer {'rows' if self._lap is None else 'tokens'}"
+        what = f"what the step computes does not run on fewer {self._what}"
         with _refusing(what), torch.set_grad_enabled(differences is not None):
             for entry in ancestors(ran.tape, [ran.loss]):
                 run_entry(entry, values, self._device)

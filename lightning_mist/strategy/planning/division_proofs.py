@@ -46,7 +46,7 @@ def prove_here(
     recorder = _Raw()
     if lap is not None:
         if batch_rows(batch) is None or sequence_length(batch) is None:
-            return "the batch's tensors do not share their first two dimensions"
+            return "the batch's tensors do not share first dimensions of rows and second ones of several tokens"
         batch = _with_few_tokens(batch, min(most, batch_rows(batch) or 1, 2))
 
     def step(item: Any) -> tuple[Any, list[Result]]:

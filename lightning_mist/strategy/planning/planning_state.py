@@ -283,7 +283,7 @@ class FitPlanner:
     def _proof_of_tokens(self, found: ModuleMap, rows: int, *, alike: bool) -> CutRules | str:
         """How chunks of tokens compute behind the last layer, as they are or with the next one's first, or why not."""
         if found.tokens is None:
-            return "what it is given has no place for each token of a row"
+            return "what it is given has no place for each of several tokens of a row"
         self.progress.say("checking that what is behind the last layer may take tokens in chunks")
         reasons = []
         for lap in (0, 1):
