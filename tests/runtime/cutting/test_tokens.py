@@ -1,6 +1,7 @@
 """What is behind the last layer on parts of the tokens."""
 
 import pickle
+import re
 
 import pytest
 import torch
@@ -111,19 +112,29 @@ SHIFTED = {
     "softcapped": softcapped, "items": items, "masked": masked, "z": z_loss, **SHORT,
 }  # fmt: skip
 REFUSED = {
-    "mean of selected": EXACT["mean of selected"],
-    "z of all": z_loss_of_all,
-    "square": lambda n, h, b: F.cross_entropy(*shifted(n, h, b)) ** 2,
-    "pooled": lambda n, h, b: F.cross_entropy(n.pair(h.mean(1)), b["z"]),
-    "last token": lambda n, h, b: F.cross_entropy(n.pair(h[:, -1]), b["z"]),
-    "cut by a number": lambda n, h, b: F.cross_entropy(n.words(h)[:, :400].flatten(0, 1), b["y"][:, :400].flatten()),
-    "chunks of its own": lambda n, h, b: sum(
-        F.cross_entropy(n.words(part).flatten(0, 1), labels.flatten())
-        for part, labels in zip(h.split(400, 1), b["y"].split(400, 1), strict=True)
+    "mean of selected": (EXACT["mean of selected"], "mean"),
+    "z of all": (z_loss_of_all, "mean"),
+    "square": (lambda n, h, b: F.cross_entropy(*shifted(n, h, b)) ** 2, "pow"),
+    "pooled": (lambda n, h, b: F.cross_entropy(n.pair(h.mean(1)), b["z"]), "mean"),
+    "last token": (lambda n, h, b: F.cross_entropy(n.pair(h[:, -1]), b["z"]), "cross_entropy"),
+    "cut by a number": (
+        lambda n, h, b: F.cross_entropy(n.words(h)[:, :400].flatten(0, 1), b["y"][:, :400].flatten()),
+        "__getitem__ .* by a number",
     ),
-    "positions": lambda n, h, b: (n.words(h).square().mean(-1) * (torch.arange(h.shape[1]) < 400)).mean(),
-    "rolled": lambda n, h, b: F.cross_entropy(n.words(h).flatten(0, 1), b["y"].roll(-1, 1).flatten()),
-    "smooth in time": lambda n, h, b: F.mse_loss(h[:, 1:], h[:, :-1]) + (h * h.cumsum(1)).mean(),
+    "chunks of its own": (
+        lambda n, h, b: sum(
+            F.cross_entropy(n.words(part).flatten(0, 1), labels.flatten())
+            for part, labels in zip(h.split(400, 1), b["y"].split(400, 1), strict=True)
+        ),
+        "split .* by a number",
+    ),
+    "positions": (
+        lambda n, h, b: (n.words(h).square().mean(-1) * (torch.arange(h.shape[1]) < 400)).mean(), "mul"
+    ),
+    "rolled": (
+        lambda n, h, b: F.cross_entropy(n.words(h).flatten(0, 1), b["y"].roll(-1, 1).flatten()), "cross_entropy"
+    ),
+    "smooth in time": (lambda n, h, b: F.mse_loss(h[:, 1:], h[:, :-1]) + (h * h.cumsum(1)).mean(), "cumsum"),
 }  # fmt: skip
 
 
@@ -197,8 +208,13 @@ def test_chunks_of_tokens_add_up_to_the_whole(name, lap):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_looks_at_tokens_together_is_not_cut(name):
-    found = rules_of(Tokens(REFUSED[name]), batch_of(2, 7, padding=False))
+    form, culprit = REFUSED[name]
+    found = rules_of(Tokens(form), batch_of(2, 7, padding=False))
     assert isinstance(found, dict), found
+    # With the next one's first token too, where labels are shifted.
+    assert re.search(f"^the loss depends on tokens together: {culprit}", found[1]), found
+    few = rules_of(Tokens(form), batch_of(2, 2, padding=False))
+    assert "do not share a second dimension of at least 3 tokens" in few[1]
 
 
 def test_truths_that_are_all_alike_lie_as_what_they_are_made_of():
