@@ -104,13 +104,13 @@ def agree(mine: CutRules | str) -> CutRules | str:
     found: list[Any] = of_all_ranks(
         mine
         if isinstance(mine, str)
-        else (mine.site_text, mine.whole_tail, mine.is_of_one, dict(mine.seen), mine.slices)
+        else ((mine.site_text, mine.lap), mine.whole_tail, mine.is_of_one, dict(mine.seen), mine.slices)
     )
     refusals = [answer for answer in found if isinstance(answer, str)]
     if refusals:
         return refusals[0]
     assert isinstance(mine, CutRules)
-    if any(text != found[0][0] for text, *_ in found):
+    if any(computed != found[0][0] for computed, *_ in found):
         return "the ranks compute their losses in different ways"
     ways: dict[tuple[Any, ...], Way] = {}
     for key in dict.fromkeys(key for *_, seen, _ in found for key in seen):

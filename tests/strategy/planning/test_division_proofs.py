@@ -9,13 +9,28 @@ from lightning_mist.strategy.planning.division_proofs import agree, prove_here
 from tests import zoo
 
 
+def agreed(monkeypatch, *rules):
+    """What the first of some ranks makes of what all have found."""
+    told = []
+    for each in rules:
+        monkeypatch.setattr(division_proofs, "of_all_ranks", lambda found: told.append(found) or [found])
+        agree(each)
+    monkeypatch.setattr(division_proofs, "of_all_ranks", lambda _: told)
+    return agree(rules[0])
+
+
 def test_rows_may_be_left_out_only_as_all_ranks_have_seen_it(monkeypatch):
     mine = CutRules(seen={("loss",): frozenset(["mean"])}, slices=((None, -1), (0, 3)))
-    other = ("[]", {("loss",): frozenset(["mean", "sum"])}, ((1, None), (0, 3)))
-    monkeypatch.setattr(division_proofs, "of_all_ranks", lambda found: [found, other])
-    agreed = agree(mine)
-    assert agreed.slices == ((0, 3),)
-    assert agreed.results == {("loss",): "mean"}
+    other = CutRules(seen={("loss",): frozenset(["mean", "sum"])}, slices=((1, None), (0, 3)))
+    found = agreed(monkeypatch, mine, other)
+    assert found.slices == ((0, 3),)
+    assert found.results == {("loss",): "mean"}
+
+
+def test_ranks_agree_on_how_far_labels_are_shifted(monkeypatch):
+    rules = [CutRules(lap=1), CutRules(lap=0)]
+    assert agreed(monkeypatch, rules[0], rules[0]) == rules[0]
+    assert agreed(monkeypatch, *rules) == "the ranks compute their losses in different ways"
 
 
 class Positions(zoo.Plain):
