@@ -27,6 +27,7 @@ Feature = Literal[
     "sharded_gradients",
     "sharded_parameters",
     "shards",
+    "even_shards",
     "offloaded_parameters",
     "offloaded_gradients",
     "offloaded_optimizer",
@@ -37,8 +38,9 @@ Feature = Literal[
 """What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks, tensor parallelism, sequence
 parallelism, context parallelism, leaving gradients or optimizer state to one rank each (every ZeRO stage from 1 on),
 leaving parameters to one rank each (ZeRO-3), having parameters only while their layer computes (ZeRO-3 then treats the
-module as one unit, and nothing is offloaded), leaving a kind of state to host memory, and running what is behind the
-last block on some rows, or some tokens, of a microbatch after others.
+module as one unit, and nothing is offloaded), updating pieces of parameters (whole ones are dealt out then), leaving a
+kind of state to host memory, and running what is behind the last block on some rows, or some tokens, of a microbatch
+after others.
 """
 
 OFFLOADS: Mapping[str, Feature] = MappingProxyType(

@@ -1,11 +1,13 @@
 """A plan for people, as tables: its stages, where the seconds of its step go, and what changed from another plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from rich.table import Table
 
 from lightning_mist.console import TextConsole
+from lightning_mist.plan.mesh import held_parameters
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.plan import Plan, StagePlan
 from lightning_mist.plan.plan_text import hybrid, ranges_of
@@ -293,7 +295,7 @@ def _stage_changes(index: int, plan: Plan, other: Plan) -> list[str]:
 
 
 def split_notes(plan: Plan, module_map: ModuleMap) -> tuple[str, ...]:
-    """What to know of how the plan's stages split layers and rows: what stays whole, what is slow."""
+    """What to know of how the plan's stages split layers, rows and parameters: what stays whole, what is slow."""
     tensor = sorted({stage.mesh.tensor_parallel_degree for stage in plan.stages} - {1})
     context = sorted({stage.mesh.context_parallel_degree for stage in plan.stages} - {1})
     return (
@@ -303,4 +305,39 @@ def split_notes(plan: Plan, module_map: ModuleMap) -> tuple[str, ...]:
             for degree in context
             for note in module_map.context(degree).notes
         ),
+        *_whole_notes(plan, module_map),
     )
+
+
+UNEVEN = 1.05
+"""How many times the mean a rank must have of what ZeRO shares out for that to be said."""
+
+
+def _whole_notes(plan: Plan, module_map: ModuleMap) -> Iterator[str]:
+    """What ZeRO deals out whole, why, and how much more than the mean the fullest rank has of all that is shared."""
+    layout, found = held_parameters(plan, module_map), dict[tuple[str, str], list[tuple[int, float]]]()
+    for group, stage in enumerate(plan.stages[: plan.num_groups]):
+        degree, count = stage.mesh.tensor_parallel_degree, stage.mesh.shard_ranks
+        cut = {part.name for part in module_map.split(degree).parameters}
+        sizes = {use.name: prod(use.shape) / (degree if use.name in cut else 1) for use in module_map.parameters}
+        shared = [item for item in layout if group in item.stages and (item.requires_grad or stage.zero_stage == 3)]
+        tied = ", ".join(item.name for item in shared if not item.is_even and len(item.stages) > 1)
+        what, why = "parameters", [*module_map.excludes("even_shards")]
+        if list(stage.devices) != sorted(stage.devices):
+            why.append("the devices of a stage are not in ascending order")
+        if not why and tied and any(item.is_even for item in shared):
+            what, why = tied, ["several stages hold it"]
+        if not why or not stage.zero_stage or count == 1:
+            continue
+        every, loads = sum(sizes[item.name] for item in shared), [0.0] * count
+        for item in shared:
+            if not item.is_even:
+                loads[item.owner(group)] += sizes[item.name]
+        # Of what is left ranks have equal shares.
+        ratio = (max(loads) * count + every - sum(loads)) / (every or 1)
+        found.setdefault((what, "; ".join(why)), []).append((group, ratio))
+    for (what, reasons), stages in found.items():
+        groups, ratios = zip(*stages, strict=True)
+        cost = f"; the fullest rank has {max(ratios):.3g} times the mean" if max(ratios) > UNEVEN else ""
+        where = f"stage{'s' * (len(groups) > 1)} {ranges(groups)}"
+        yield f"ZeRO deals out {what} whole, not in even pieces, on {where}: {reasons}{cost}"

@@ -6,6 +6,7 @@ from lightning_mist.plan import (
     Checkpointing,
     ModuleMap,
     OffloadRatios,
+    ParameterUse,
     Plan,
     Predicted,
     PredictedStage,
@@ -187,3 +188,33 @@ def test_what_stays_whole_is_said_for_the_degrees_of_the_plan():
     splits = tuple(TensorSplit(degree=degree, parameters=(), notes=(f"of {degree}",)) for degree in (2, 4))
     found = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=(), splits=splits)
     assert split_notes(plan, found) == ("tensor_parallel_degree 2: of 2",)
+
+
+def test_what_zero_deals_out_whole_is_said_with_the_reason_and_what_it_costs():
+    regions = {"embed.w": (0, 2), "blocks.0.w": (0,), "blocks.0.v": (0,), "blocks.1.w": (1,), "blocks.2.w": (2,)}
+    uses = (
+        ParameterUse(
+            name=name,
+            slots=((name[:-2], name[-1], regions[name]),),
+            shape=(9 if name == "embed.w" else 1 + (name == "blocks.0.w"), 64),
+            dtype="float32",
+            requires_grad=True,
+        )
+        for name in regions
+    )
+    blocks = ("blocks.0", "blocks.1", "blocks.2")
+    found = ModuleMap(step="s", blocks=blocks, cuts=(), parameters=tuple(uses), even_shards=True)
+    one, descending = ({"layers": 3, "devices": devices, "zero": 2} for devices in ((0, 1), (1, 0)))
+    two = plan_of(8, 2, {"layers": 2, "data": 2, "zero": 1}, {"data": 2, "zero": 0})
+    said = "ZeRO deals out {} whole, not in even pieces, on stage 0: {}"
+    cost = "; the fullest rank has {} times the mean"
+    assert split_notes(plan_of(8, 1, one), found) == ()
+    assert split_notes(plan_of(8, 1, descending), found) == (
+        said.format("parameters", "the devices of a stage are not in ascending order") + cost.format(1.29),
+    )
+    assert split_notes(two, found) == (said.format("embed.w", "several stages hold it") + cost.format(1.69),)
+    whole = replace(found, even_shards=False).excluding("Muon is", "even_shards").excluding("a loop", "even_shards")
+    assert split_notes(plan_of(8, 1, one), whole) == (said.format("parameters", "Muon is; a loop") + cost.format(1.29),)
+    # Without what has no equal.
+    without = replace(whole, parameters=whole.parameters[2:4])
+    assert split_notes(plan_of(8, 1, one), without) == (said.format("parameters", "Muon is; a loop"),)

@@ -448,8 +448,9 @@ class ModelSpec:
 
     def evenly(self) -> "ModelSpec":
         """The network as fits share it out whose optimizer treats every entry by itself: ranks have even pieces."""
-        even = replace(self.module_map, even_shards=self.optimizer.is_entrywise)
-        return replace(self, module_map=even)
+        why = f"{self.optimizer.name} is not known to treat every entry by itself"
+        dealt, even = self.module_map.excluding(why, "even_shards"), replace(self.module_map, even_shards=True)
+        return replace(self, module_map=even if self.optimizer.is_entrywise else dealt)
 
     def _in_chunks(self, count: int) -> "ModelSpec":
         """The network whose tail takes chunks: of tokens, as far as is known, or of rows."""

@@ -437,6 +437,7 @@ class LoopTraining(HoldsPlan, _Base):
         reasons: list[tuple[str, Any]] = [
             ("a loop may run the module again before it calls backward", ("offloaded_gradients",)),
             ("a loop asks for what the module returns before it calls backward", ("tail_chunks",)),
+            ("a loop of the user's own steps the optimizer", ("even_shards",)),
         ]
         if self._form.loss is None:
             why = "the loop computes the loss of what the module returns, so each rank runs whole batches of its own"

@@ -150,7 +150,6 @@ class PlannedStep:
         hint: What to do if all processes load the same batch.
         records_metrics: Whether calls of the module's metrics may be made after the step.
         prepare: Does what comes before the step with a batch, for good; only in a copy of this process.
-        even_shards: Whether gradients go from the step to clipping and the optimizer through the trainer alone.
     """
 
     name: str
@@ -161,7 +160,6 @@ class PlannedStep:
     hint: str = ""
     records_metrics: bool = False
     prepare: Callable[[Any], None] | None = None
-    even_shards: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

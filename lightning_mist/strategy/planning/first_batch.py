@@ -306,7 +306,6 @@ def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | N
         records_metrics=True,
         prepare=partial(_run_hooks, trainer, module),
         restrictions=tuple if is_automatic else partial(manual_exclusions, module),
-        even_shards=is_automatic,
         hint="; a project that looks for 'ddp' in the strategy's name shares out its data under strategy=\"ddp_mist\"",
     )
 
@@ -333,6 +332,7 @@ BUT_MANUAL: tuple[Feature, ...] = (
     "sequence",
     "context",
     "sharded_parameters",
+    "even_shards",
     "offloaded_parameters",
     "offloaded_gradients",
     "offloaded_activations",

@@ -1,6 +1,6 @@
 """What one planning works with: the module, its batch, and ways to ask the user's step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -98,7 +98,6 @@ class FitPlanner:
     cluster: AnyCluster
     restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
     prepare: Callable[[Any], None] | None = None
-    even_shards: bool = False
     spec: ModelSpec | None = None
     basis: PlanBasis | None = None
     cached_at: Path | None = None
@@ -220,15 +219,21 @@ class FitPlanner:
             masters = self.request.master_weights
             extra += user_exclusions(self.trainer, self.strategy.optimizers, master_weights=masters)
             extra += self.restrictions()
-        even = plain is None and self.even_shards and self._shares_evenly()
-        return replace(found, exclusions=(*found.exclusions, *extra), even_shards=even)
+            extra += exclusions_of((reason, ("even_shards",)) for reason in self._whole_reasons())
+        made = replace(found, exclusions=(*found.exclusions, *extra))
+        return replace(made, even_shards=plain is None and not made.excludes("even_shards"))
 
-    def _shares_evenly(self) -> bool:
-        """Whether ranks may update pieces of parameters, wherever these begin and end."""
-        parameters, optimizers = list(self.module.parameters()), self.strategy.optimizers
+    def _whole_reasons(self) -> Iterator[str]:
+        """Why ranks may not update pieces of parameters, wherever these begin and end, if so."""
+        parameters = list(self.module.parameters())
         storages = {p.untyped_storage()._cdata for p in parameters}
-        are_apart = len(storages) == len(parameters) and all(is_hollow(p) or p.is_contiguous() for p in parameters)
-        return are_apart and all(is_torchs(item) and is_entrywise(type(item)) for item in optimizers)
+        if len(storages) < len(parameters) or not all(is_hollow(p) or p.is_contiguous() for p in parameters):
+            yield "not every parameter lies in memory of its own, in one piece"
+        for item in self.strategy.optimizers:
+            if not is_entrywise(type(item)):
+                yield f"{type(item).__name__} is not known to treat every entry by itself"
+            elif not is_torchs(item):
+                yield f"{type(item).__name__} steps with hooks or methods that are not torch's"
 
     def with_writes(self, found: ModuleMap) -> ModuleMap:
         """The map, without sharding where the step writes other values into weights on each rank; all take part."""

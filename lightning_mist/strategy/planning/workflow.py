@@ -100,7 +100,6 @@ def decide(
                     batch=step.batch(),
                     call=call,
                     restrictions=step.restrictions,
-                    even_shards=step.even_shards,
                     prepare=step.prepare if leaves_no_trace(strategy.root_device) else None,
                     initial=initial,
                     cluster=local_machine.cluster_for(request.cluster, strategy),

@@ -36,3 +36,18 @@ def test_what_cannot_be_counted_quickly_does_not_fit_for_certain():
     assert not fits(TraceError("the step does not run on fake tensors"))
     with pytest.raises(InfeasibleError):
         fits(InfeasibleError("nothing fits"))
+
+
+def test_why_ranks_update_whole_parameters_is_said():
+    module = torch.nn.Linear(5, 2)
+    hooked, *others = (getattr(torch.optim, name)(module.parameters()) for name in ("AdamW", "AdamW", "Adafactor"))
+    hooked.register_step_pre_hook(print)
+    planner = SimpleNamespace(module=module, strategy=SimpleNamespace(optimizers=others[:1]))
+    assert list(FitPlanner._whole_reasons(planner)) == []
+    planner.strategy.optimizers = [hooked, *others]
+    module.bias.data = module.weight.data[:, 0]
+    assert list(FitPlanner._whole_reasons(planner)) == [
+        "not every parameter lies in memory of its own, in one piece",
+        "AdamW steps with hooks or methods that are not torch's",
+        "Adafactor is not known to treat every entry by itself",
+    ]
