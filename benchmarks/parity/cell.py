@@ -6,8 +6,8 @@ All ranks run in this process, each with its own copy of the module, by the same
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +21,11 @@ from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.plan import ModuleMap, Plan, loader_of
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.communication.transport import complete
+from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.parameters.flat_parts import AnyPart, pieces_of
 from lightning_mist.runtime.parameters.tensor_parts import parts_of
 from lightning_mist.schedule.flats import stage_flats
+from lightning_mist.strategy.planning.division_proofs import prove_here
 from lightning_mist.strategy.training.engine import Engine
 from tests import zoo
 from tests.integration.parity import TOLERANCE, cast, loss_of, make_optimizer, map_of, precision_of
@@ -68,6 +70,7 @@ class Subject:
     """A model of the zoo in one precision, with its map and batches: ``batches[step][rank]``.
 
     With master weights parameters of ``module`` are the masters, and ``dtype`` is the type that is computed in.
+    ``tokens`` is what chunks of these compute, if plans have such.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Subject:
     batches: tuple[tuple[Any, ...], ...]
     dtype: torch.dtype
     has_masters: bool = False
+    tokens: CutRules | None = None
 
     @property
     def tolerance(self) -> float:
@@ -158,7 +162,8 @@ def on_all_ranks(subject: Subject, plan: Plan, work: Callable[[Engine], T]) -> l
         if subject.has_masters:
             masters = {name: p.data for name, p in module.named_parameters() if p.requires_grad}
             module.to(subject.dtype)
-        engine = Engine(module, plan, subject.module_map, transport, device=device, masters=masters)
+        rules = None if subject.tokens is None else CutRules(tokens=subject.tokens.bound_to(module))
+        engine = Engine(module, plan, subject.module_map, transport, device=device, masters=masters, rules=rules)
         return work(engine)
         yield  # what the rank waits for it waits for inside
 
@@ -181,9 +186,33 @@ def train_batch(engine: Engine, batch: Any) -> Tensor:
 def attempt(compare: Callable[[Subject, Plan], Outcome], subject: Subject, layout: Layout, rows: int = ROWS) -> Outcome:
     """What a comparison gives, or why the plan does not run."""
     try:
-        return compare(subject, make_plan(layout, len(subject.module_map.blocks), rows=rows))
+        return compare(_under(subject, layout), make_plan(layout, len(subject.module_map.blocks), rows=rows))
     except PlanError as error:
         return Outcome(refused=str(error))
+
+
+@cache
+def _under(subject: Subject, layout: Layout) -> Subject:
+    """A subject with what is known of it where it trains by a layout.
+
+    Raises:
+        PlanError: If its tokens cannot be cut into chunks.
+    """
+    if not layout.cuts_tokens:
+        return replace(subject, module_map=replace(subject.module_map, even_shards=False)) if layout.whole else subject
+    # What stands for functions of torch's in double precision cannot be followed.
+    dtype = torch.float32 if subject.dtype is torch.float64 else subject.dtype
+    module, batch, reasons = copy.deepcopy(subject.module).to(dtype), cast(subject.batches[0][0], dtype), list[str]()
+    for lap in (0, 1):
+        found = prove_here(module, subject.module_map.blocks, partial(_step, module), batch, lap)
+        if isinstance(found, CutRules):
+            return replace(subject, module_map=replace(subject.module_map, lap=lap), tokens=found)
+        reasons.append(found)
+    raise PlanError("; ".join(reasons))
+
+
+def _step(module: nn.Module, batch: Any) -> Any:
+    return module.training_step(batch, 0)  # type: ignore[operator]
 
 
 def compare_gradients(subject: Subject, plan: Plan) -> Outcome:

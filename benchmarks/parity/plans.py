@@ -45,6 +45,8 @@ class Layout:
         chunks: Stages that each group runs, one after another; more than one under ``"interleaved-1f1b"``.
         uneven: Whether the first stage gets as many layers as possible.
         loaders: Batches that are loaded at once, if not one by every rank.
+        tail: Chunks behind the last layer, of rows, or of tokens if ``cuts_tokens``.
+        whole: Whether ZeRO deals out whole parameters, as to optimizers that look at more than one entry at a time.
     """
 
     groups: tuple[Group, ...] = field(default_factory=lambda: (Group(),))
@@ -53,6 +55,9 @@ class Layout:
     chunks: int = 1
     uneven: bool = False
     loaders: int | None = None
+    tail: int = 1
+    cuts_tokens: bool = False
+    whole: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -99,6 +104,7 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
             )
         )
         first += size
+    stages[-1] = replace(stages[-1], tail_chunks=layout.tail)
     return Plan(
         global_batch_size=rows * loaders,
         data_parallel_size=None if loaders == world else loaders,
@@ -120,6 +126,7 @@ def _same(count: int, **options: int | bool | str) -> tuple[Group, ...]:
 
 
 _ALL = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0)
+_INPUTS = OffloadRatios(checkpoints=1.0)
 
 
 def _layouts(groups: Sequence[Group], **options: object) -> Layout:
@@ -192,6 +199,22 @@ LAYOUTS: dict[str, Layout] = {
     "2 loaders, stages (dp 2, tp 1, ZeRO 3), (dp 1, tp 2)": _layouts([Group(dp=2, zero=3), Group(tp=2)], loaders=2),
     "2 loaders, interleaved, dp 2, ZeRO 2": _layouts(
         _same(2, dp=2, zero=2), schedule="interleaved-1f1b", chunks=2, loaders=2
+    ),
+    "dp 2, ZeRO 1, whole parameters": _layouts(_same(1, dp=2, zero=1), parts=2, whole=True),
+    "dp 4, ZeRO 2, HSDP 2 x 2, whole parameters": _layouts(_same(1, dp=4, zero=2, shard=2), parts=2, whole=True),
+    "dp 3, ZeRO 3, whole parameters": _layouts(_same(1, dp=3, zero=3), parts=2, whole=True),
+    "pp 2 x dp 2, ZeRO 3, whole parameters": _layouts(_same(2, dp=2, zero=3), whole=True),
+    "dp 2, ZeRO 2, 3 chunks of rows": _layouts(_same(1, dp=2, zero=2), parts=2, tail=3),
+    "zero bubble, pp 2, some recomputed, 4 chunks of rows": _layouts(
+        _same(2, checkpointed=1), schedule="zb-h1", tail=4
+    ),
+    "dp 2, ZeRO 3, 5 chunks of tokens": _layouts(_same(1, dp=2, zero=3), tail=5, cuts_tokens=True),
+    "interleaved, 5 chunks of tokens": _layouts(
+        _same(2), schedule="interleaved-1f1b", chunks=2, tail=5, cuts_tokens=True
+    ),
+    "dp 2, ZeRO 2, all recomputed, inputs offloaded": _layouts([Group(dp=2, zero=2, checkpointed=99, offload=_INPUTS)]),
+    "zero bubble, pp 2, some recomputed, inputs offloaded": _layouts(
+        [Group(checkpointed=1, offload=_INPUTS)] * 2, schedule="zb-h1", parts=2
     ),
 }
 """Every way to train that the table holds against a single process; ranks of one stage follow one another."""

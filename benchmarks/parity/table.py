@@ -42,13 +42,21 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 """Types of what is computed with, and of master weights."""
 
 CURVE_PRECISIONS = ("float64", IN_16_BITS, IN_32_BITS)
-OPTIMIZERS: dict[str, Optimize] = {"AdamW": make_optimizer, "SGD": sgd}
+
+
+def adafactor(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """One that looks at rows and columns of parameters, and so at whole ones; ``eps`` is as large as AdamW's for that."""
+    return torch.optim.Adafactor(module.parameters(), lr=1e-2, eps=(1e-5, 1e-3))
+
+
+OPTIMIZERS: dict[str, Optimize] = {"AdamW": make_optimizer, "SGD": sgd, "Adafactor": adafactor}
 
 Compare = Callable[[Subject, Plan], Outcome]
 
 
-def plans_in(precision: str, plans: Sequence[str]) -> list[str]:
-    """The layouts that are tried in a precision."""
+def plans_in(precision: str, plans: Sequence[str], optimizer: str = "") -> list[str]:
+    """The layouts that are tried in a precision, and with an optimizer: whole parameters with one that needs these."""
+    plans = [name for name in plans if not optimizer or LAYOUTS[name].whole == (optimizer == "Adafactor")]
     if PRECISIONS[precision][1] is None:
         return list(plans)
     return [name for name in plans if rounds_as_one_process(LAYOUTS[name]) == (precision == IN_16_BITS)]
@@ -56,7 +64,7 @@ def plans_in(precision: str, plans: Sequence[str]) -> list[str]:
 
 def rounds_as_one_process(layout: Layout) -> bool:
     """Whether data-parallel ranks round to 16 bits what one process has too: no parts of it, nor of one stage alone."""
-    is_shared = any(group.tp * group.cp > 1 for group in layout.groups)
+    is_shared = layout.tail > 1 or any(group.tp * group.cp > 1 for group in layout.groups)
     return not is_shared and (layout.num_stages == 1 or all(group.dp == 1 for group in layout.groups))
 
 
@@ -84,7 +92,7 @@ def fill(
     rows: list[Sample] = []
     reasons: dict[str, list[str]] = {}
     dtype, masters = PRECISIONS[precision]
-    for plan in plans_in(precision, plans):
+    for plan in plans_in(precision, plans, more.get("optimizer", "")):
         row: Sample = {"plan": plan, "precision": precision, **more}
         for model in models:
             outcome = attempt(compare, subject(model, dtype, masters=masters), LAYOUTS[plan])
@@ -146,16 +154,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--no-record", action="store_true", help="only print")
     options = parser.parse_args(None if arguments is None else list(arguments))
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-    tried = {precision: len(plans_in(precision, options.plans)) for precision in PRECISIONS}
     curves_in = [
         (precision, optimizer)
         for precision in CURVE_PRECISIONS
-        for optimizer in (OPTIMIZERS if PRECISIONS[precision][1] is not None else ["AdamW"])
-        if precision in options.precisions
+        for optimizer in OPTIMIZERS
+        if precision in options.precisions and (optimizer != "SGD" or PRECISIONS[precision][1] is not None)
     ]
     progress = Progress(
-        sum(tried[precision] for precision in options.precisions) * len(options.models)
-        + sum(tried[precision] for precision, _ in curves_in) * len(options.curve_models)
+        sum(len(plans_in(precision, options.plans)) for precision in options.precisions) * len(options.models)
+        + sum(len(plans_in(precision, options.plans, name)) for precision, name in curves_in)
+        * len(options.curve_models)
     )
     rows: list[Sample] = []
     reasons: dict[str, list[str]] = {}
