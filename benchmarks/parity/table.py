@@ -45,7 +45,7 @@ CURVE_PRECISIONS = ("float64", IN_16_BITS, IN_32_BITS)
 
 
 def adafactor(module: torch.nn.Module) -> torch.optim.Optimizer:
-    """One that looks at rows and columns of parameters, and so at whole ones; ``eps`` is as large as AdamW's for that."""
+    """One that looks at rows and columns, and so at whole parameters; as AdamW's a large ``eps`` quiets rounding."""
     return torch.optim.Adafactor(module.parameters(), lr=1e-2, eps=(1e-5, 1e-3))
 
 
@@ -59,11 +59,18 @@ def plans_in(precision: str, plans: Sequence[str], optimizer: str = "") -> list[
     plans = [name for name in plans if not optimizer or LAYOUTS[name].whole == (optimizer == "Adafactor")]
     if PRECISIONS[precision][1] is None:
         return list(plans)
-    return [name for name in plans if rounds_as_one_process(LAYOUTS[name]) == (precision == IN_16_BITS)]
+    in_16_bits = {name: rounds_as_one_process(LAYOUTS[name], clips=optimizer != "") for name in plans}
+    return [name for name in plans if in_16_bits[name] == (precision == IN_16_BITS)]
 
 
-def rounds_as_one_process(layout: Layout) -> bool:
-    """Whether data-parallel ranks round to 16 bits what one process has too: no parts of it, nor of one stage alone."""
+def rounds_as_one_process(layout: Layout, *, clips: bool = False) -> bool:
+    """Whether data-parallel ranks round to 16 bits what one process has too: no parts of it, nor of one stage alone.
+
+    Args:
+        clips: Whether it is clipped by the norm, which of even pieces adds up in another order.
+    """
+    if clips and not layout.whole and any(group.zero and group.dp * group.cp > 1 for group in layout.groups):
+        return False
     is_shared = layout.tail > 1 or any(group.tp * group.cp > 1 for group in layout.groups)
     return not is_shared and (layout.num_stages == 1 or all(group.dp == 1 for group in layout.groups))
 

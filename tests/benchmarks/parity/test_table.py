@@ -76,6 +76,8 @@ def test_master_weights_are_tried_in_16_bits_where_one_process_rounds_the_same_s
     assert tried("bfloat16, float32 masters") == ["dp 2, ZeRO 2", "pp 4, GPipe", "zero bubble, pp 2, all offloaded"]
     assert tried("float32, float64 masters") == ["pp 2 x dp 2", "tp 4"]
     assert len(tried("float64")) == 5
+    # Even pieces are clipped by a norm that adds up in another order.
+    assert table.plans_in("bfloat16, float32 masters", ["dp 2, ZeRO 0", "dp 2, ZeRO 2"], "AdamW") == ["dp 2, ZeRO 0"]
 
 
 def test_whole_parameters_are_dealt_out_to_an_optimizer_that_needs_them():
