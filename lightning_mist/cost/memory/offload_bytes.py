@@ -192,7 +192,8 @@ def offloaded_needs(
     parameters = shares(offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
     optimizer = shares(offload.optimizer_K, ZeroStage.OPTIMIZER)
     largest_K = model.holdings.of(plain).largest_K
-    found = _with_states(model, resident, parameters, offloaded[1], optimizer, largest_K)
+    buffers = parameter_buffers(model, slot, plain)
+    found = _with_states(model, buffers, resident, parameters, offloaded[1], optimizer, largest_K)
     found = replace(found, update=unjoined(model, slot, plain, found.update, offload.is_updated_by_units_K))
     spec, in_host = model.spec.optimizer, offloaded[0] if adds_in_host(slot) else offloaded[1]
     sums_K = spec.gradient_bytes_per_parameter_byte * in_host.offloaded_K
@@ -280,8 +281,19 @@ def unjoined(
     )
 
 
+def parameter_buffers(model: OffloadingModel, slot: StageSlot, plain: StageCandidates) -> tuple[FloatArray, FloatArray]:
+    """How many buffers of a unit's offloaded parameters there are in passes, and how many more in the update.
+
+    In passes pieces arrive where units are gathered, whose bytes are counted anyhow.
+    """
+    shards_K = plain.zero_stage_K >= ZeroStage.PARAMETERS
+    in_place_K = shards_K & (model.holdings.is_even and slot.shard_degree > 1)
+    return np.where(in_place_K, 0.0, BUFFERS), np.where(in_place_K, BUFFERS + 1.0, 1.0)
+
+
 def _with_states(
     model: OffloadingModel,
+    buffers: tuple[FloatArray, FloatArray],
     resident: StageNeeds,
     parameters: Shares,
     gradients: Shares,
@@ -296,10 +308,12 @@ def _with_states(
         "parameter_bytes": parameters.resident_K,
         "optimizer_bytes": state * optimizer.resident_K,
         "offload_bytes": resident.always["offload_bytes"]
-        + BUFFERS * (parameters.largest_K + state * optimizer.passing(in_parts=spec.is_entrywise)),
+        + buffers[0] * parameters.largest_K
+        + BUFFERS * state * optimizer.passing(in_parts=spec.is_entrywise),
     }
     by_units_K = (parameters.offloaded_K > 0) | (gradients.offloaded_K > 0)
-    step_K = step_bytes(model, optimizer, largest_K, by_units_K) + parameters.largest_K - factor * gradients.single_K
+    step_K = step_bytes(model, optimizer, largest_K, by_units_K) - factor * gradients.single_K
+    step_K = step_K + buffers[1] * parameters.largest_K
     changed = {"optimizer step": {"working_bytes": step_K}}
     update = tuple((name, {**terms, **changed.get(name, {})}) for name, terms in resident.update)
     return replace(resident, always=always, update=update)

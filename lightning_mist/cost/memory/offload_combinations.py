@@ -29,6 +29,7 @@ from lightning_mist.cost.memory.offload_bytes import (
     BUFFERS,
     OffloadingModel,
     adds_in_host,
+    parameter_buffers,
     resident_needs,
     step_bytes,
     unjoined,
@@ -64,7 +65,7 @@ class OffloadParts:
         parameters_BH: Parameters that stay, and buffers of others.
         step_BZ: The optimizer's temporaries where neither parameters nor gradients are offloaded.
         unit_BZ: The same where some are: of one unit.
-        third_BH: Offloaded parameters of a third unit, which are there in the step.
+        third_BH: Offloaded parameters that are there in the step only.
         whole: Those of stages that torch's own module may run, where nothing is moved.
         unjoined_BGA: What comes after the last backward where ZeRO-1 has even pieces unit by unit, which stages have
             that move more than activations.
@@ -109,17 +110,18 @@ class OffloadParts:
         plain = candidates.take(of_K)
         resident = resident_needs(model, slot, plain, whole.take(of_K), (pairs_VX, pair_K), of_pairs)
         resident = resident.without("parameter_bytes", "optimizer_bytes")
+        buffers = parameter_buffers(model, slot, candidates)
         largest_B1 = model.holdings.of(candidates).largest_K[:, None]
         parts, shape = PeakParts.of(resident), (count, len(ratios.gradients), every)
         unjoined_K = most_of(unjoined(model, slot, plain, resident.update))
         return cls(
             resident=parts,
             beside_BG=factor * (owned.resident_K - owned.single_K) + parts.always_K[::every].reshape(count, -1),
-            parameters_BH=parameters.resident_K + BUFFERS * parameters.largest_K,
+            parameters_BH=parameters.resident_K + buffers[0][:, None] * parameters.largest_K,
             optimizer_BZ=state * (optimizer.resident_K + BUFFERS * optimizer.passing(in_parts=spec.is_entrywise)),
             step_BZ=step_bytes(model, optimizer, largest_B1, False),
             unit_BZ=step_bytes(model, optimizer, largest_B1, True),
-            third_BH=parameters.largest_K,
+            third_BH=buffers[1][:, None] * parameters.largest_K,
             host_parameters_BH=parameters.offloaded_K,
             host_gradients_BG=factor * (gradients if adds_in_host(slot) else owned).offloaded_K,
             host_optimizer_BZ=state * optimizer.offloaded_K,

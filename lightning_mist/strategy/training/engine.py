@@ -419,7 +419,10 @@ class Engine:
     def unscaling(self, optimizer: Any, factor: Tensor) -> Iterator[None]:
         """While gradients are multiplied by a factor: those in host memory are hidden, and will be."""
         offloaded = self.executor.gradients
-        with self.executor.shown(), gradients_aside(p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient):
+        with (
+            self.executor.shown(),
+            gradients_aside(p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient),
+        ):
             yield
         if offloaded is not None:
             offloaded.multiply(factor)
