@@ -199,7 +199,7 @@ def beside(state: SearchState, near: dict[Pipeline, Incumbent], least: float) ->
     Raises:
         TimeIsUpError: If there is no time left to evaluate their stages.
     """
-    pipelines, cutoff = state.pipelines, least * OPTIONS.near_resident
+    pipelines, cutoff = state.pipelines, least * OPTIONS.beside_offloaded
     found = {} if any(key.num_stages == 1 for key in near) else _single(state, min(least * COMPARED, state.below))
     groups = pipelines.groups if pipelines.space.offload_ratios else ()
     for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
