@@ -5,10 +5,10 @@ the first of them. Everything moves unit by unit, one unit ahead of its use, thr
 
 * *What is offloaded of parameters, gradients and optimizer state*: whole parameters. In each unit, from the largest to
   the smallest (the earlier first among equals), a parameter is offloaded if the unit's offloaded bytes then still are
-  at most ``ratio`` of the unit's bytes. So a unit of one parameter is offloaded at ratio 1 only. Which parameters a
-  rank owns under ZeRO is not changed by that: of what it owns, it offloads what is to be offloaded.
+  at most ``ratio`` of the unit's bytes. So a unit of one parameter is offloaded at ratio 1 only. Where ZeRO
+  gives ranks even pieces each offloads its piece of that; else of what it owns what is to be offloaded.
 * *Parameters* that are offloaded are on the device from one unit ahead of their unit's forward until it has run, and
-  again around its backward. Under ZeRO-3 it is their owner that has them in host memory, and fetches them to give them
+  again around its backward. Under ZeRO-3 who owns them, or a piece, has that in host memory, and fetches it to give it
   out.
 * *Gradients* that are offloaded are fetched beside their unit's backward, added to, and written back behind it.
 * *Optimizer state*: with any of it, of parameters or of gradients offloaded the step runs unit by unit; a unit's
