@@ -176,8 +176,11 @@ class HeldBounds:
         """
         if kind not in self.space.search.offloaded:
             return held_XK
+        shards, even = zero_stage >= SINCE[kind], self.memory.holdings.is_even and self.slot.shard_degree > 1
+        # Pieces of parameters arrive where their units are gathered.
+        buffers = 0 if kind == "parameters" and shards and even else BUFFERS
         in_parts = kind == "optimizer" and self.memory.spec.optimizer.is_entrywise
-        share_XK = buffered_share(self.layers_K)
+        share_XK = buffered_share(self.layers_K) * (buffers > 0)
         # Beside a head or a tail, whose parts pass through buffers of layers' size, nothing is known of that.
         least_XK = held_XK * (share_XK * np.array([[0.0], [1.0], [0.0]]) if in_parts else share_XK)
         if self.are_alike:
@@ -185,8 +188,8 @@ class HeldBounds:
             least_XK[:, at_J] = self.memory.states.least_held(
                 self.layers_K[at_J],
                 (0.0, *self.space.offload_ratios),
-                self.slot.shard_degree if zero_stage >= SINCE[kind] else 1,
-                BUFFERS,
+                self.slot.shard_degree if shards else 1,
+                buffers,
                 trained=kind != "parameters",
                 is_summed=kind == "gradients",
                 in_parts=in_parts,
