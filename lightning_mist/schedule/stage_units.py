@@ -166,16 +166,11 @@ def expanded_units(
     plan: Plan, module_map: ModuleMap, found: Mapping[int, Sequence[ShardUnit]]
 ) -> dict[int, StageUnits]:
     """Units as the expansion needs them."""
-    return {
-        stage: stage_units(
-            units,
-            plan.stages[stage],
-            unit_order(module_map, plan.bounds, stage),
-            offloaded_parameters(plan, module_map, stage, plan.stages[stage].offload.parameters, trained=False),
-            offloaded_parameters(plan, module_map, stage, plan.stages[stage].offload.gradients, trained=True),
-        )
-        for stage, units in found.items()
-    }
+    expanded = {}
+    for stage, units in found.items():
+        moved, order = moved_parameters(plan, module_map, stage), unit_order(module_map, plan.bounds, stage)
+        expanded[stage] = stage_units(units, plan.stages[stage], order, moved["P"], moved["G"])
+    return expanded
 
 
 def offloaded_parameters(

@@ -12,7 +12,6 @@ order of buckets; which action completes which gradients the executor says.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +31,7 @@ from lightning_mist.runtime.parameters import (
     FlatShard,
     Part,
     UnitKey,
+    give_out,
     gradient_dtype,
     make_buckets,
     owned_buckets,
@@ -384,25 +384,13 @@ class GradientReducer:
         if not self._mesh.is_sharded or zero_stage >= ZeroStage.PARAMETERS:
             return
         pending: list[tuple[Work, Callable[[], None]]] = []
-        for item in chain(() if self._even is None else self._even.give_out(home), self._give_out(home)):
+        evenly = () if self._even is None else self._even.give_out(home)
+        for item in chain(evenly, give_out(self.buckets, home, self._mesh, self._transport)):
             pending.append(item)
             if len(pending) == _BUCKETS_IN_FLIGHT:
                 yield from _waited(pending.pop(0))
         for item in pending:
             yield from _waited(item)
-
-    def _give_out(self, home: Mapping[str, Tensor]) -> Iterator[tuple[Work, Callable[[], None]]]:
-        for bucket in self.buckets:
-            assert bucket.owner is not None
-            flat = bucket.empty(dtype=home[bucket.names[0]].dtype if bucket.names[0] in home else None)
-            if bucket.owner == self._mesh.shard_index:
-                torch._foreach_copy_(bucket.views(flat), _values(bucket, home))
-            work = self._transport.broadcast(flat, self._mesh.shard_peers[bucket.owner], self._group)
-            yield work, partial(self._receive, bucket, flat, home)
-
-    def _receive(self, bucket: Bucket, flat: Tensor, home: Mapping[str, Tensor]) -> None:
-        if bucket.owner != self._mesh.shard_index:
-            torch._foreach_copy_(_values(bucket, home), bucket.views(flat))
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         self._ready.add(parameter)
@@ -478,13 +466,6 @@ def _scale(gradients: list[Tensor], scale: float) -> None:
     for gradient in gradients:
         if gradient.layout is not torch.strided:
             gradient.mul_(scale)
-
-
-def _values(bucket: Bucket, home: Mapping[str, Tensor]) -> list[Tensor]:
-    return [
-        home[name] if name in home else parameter.detach()
-        for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
-    ]
 
 
 def _buckets_of(

@@ -36,5 +36,5 @@ from lightning_mist.runtime.parameters.optimizer_cut import (
     restrict_optimizer,
 )
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
-from lightning_mist.runtime.parameters.unit_gather import UnitGather
+from lightning_mist.runtime.parameters.unit_gather import UnitGather, give_out
 from lightning_mist.runtime.parameters.unit_shards import UnitKey, UnitShards

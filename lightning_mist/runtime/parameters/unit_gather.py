@@ -1,6 +1,6 @@
 """Giving out, unit by unit, what a stage's ranks have updated."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -37,24 +37,17 @@ class UnitGather:
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
         dealt = {key: [name for name in names if name in owners] for key, names in units.items()}
         self._of = {key: owned_buckets(names, parameters, owners) for key, names in dealt.items()}
-        self._under_way: dict[UnitKey, list[tuple[Bucket, Work, Callable[[], None]]]] = {}
+        self._under_way: dict[UnitKey, list[tuple[Bucket, tuple[Work, Callable[[], None]]]]] = {}
 
     def begin(self, key: UnitKey) -> None:
         """Start to give out a unit's parameters, which are updated where they are owned."""
-        group = tuple(sorted(self._mesh.shard_peers))
-        for bucket in self._of[key]:
-            assert bucket.owner is not None
-            values = self._values(bucket)
-            flat = bucket.empty(dtype=values[0].dtype)
-            if bucket.owner == self._mesh.shard_index:
-                torch._foreach_copy_(views_like(flat, values), values)
-            work = self._transport.broadcast(flat, self._mesh.shard_peers[bucket.owner], group)
-            self._under_way.setdefault(key, []).append((bucket, work, partial(self._receive, bucket, flat)))
+        casts = {} if self._masters is None else self._masters.given_out(is_cast=True)
+        found = list(zip(self._of[key], give_out(self._of[key], casts, self._mesh, self._transport), strict=True))
         if self._even is not None:
-            casts = {} if self._masters is None else self._masters.given_out(is_cast=True)
             shards = self._even.updated_with(key)
-            for shard, (work, then) in zip(shards, self._even.give_out(casts, shards), strict=True):
-                self._under_way.setdefault(key, []).append((shard.bucket, work, then))
+            buckets = [shard.bucket for shard in shards]
+            found += zip(buckets, self._even.give_out(casts, shards), strict=True)
+        self._under_way[key] = found
 
     def finish(self) -> None:
         """Wait for everything that is under way."""
@@ -63,21 +56,28 @@ class UnitGather:
 
     def end(self, key: UnitKey) -> None:
         """Wait for a unit's parameters, and take over those of others."""
-        for bucket, work, then in self._under_way.pop(key, ()):
+        for bucket, (work, then) in self._under_way.pop(key, ()):
             work.wait()
             make_present(bucket.parameters)
             with unversioned(bucket.parameters):
                 then()
 
-    def _receive(self, bucket: Bucket, flat: Tensor) -> None:
-        if bucket.owner != self._mesh.shard_index:
-            values = self._values(bucket)
-            torch._foreach_copy_(values, views_like(flat, values))
 
-    def _values(self, bucket: Bucket) -> list[Tensor]:
-        masters = self._masters
-        return [
-            # Complex parameters have no masters.
-            item.detach() if masters is None or not item.is_floating_point() else masters.cast_of(name)
-            for name, item in zip(bucket.names, bucket.parameters, strict=True)
-        ]
+def give_out(
+    buckets: Iterable[Bucket], computed: Mapping[str, Tensor], mesh: Mesh, transport: Transport
+) -> Iterator[tuple[Work, Callable[[], None]]]:
+    """Give every rank of a shard group what the owners of whole parameters updated; then there is something to do.
+
+    Args:
+        computed: What is computed with by canonical name, where it is another tensor than the parameter.
+    """
+    for bucket in buckets:
+        assert bucket.owner is not None
+        pairs = zip(bucket.names, bucket.parameters, strict=True)
+        values = [computed[name] if name in computed else parameter.detach() for name, parameter in pairs]
+        flat = bucket.empty(dtype=values[0].dtype)
+        views, is_mine = views_like(flat, values), bucket.owner == mesh.shard_index
+        if is_mine:
+            torch._foreach_copy_(views, values)
+        work = transport.broadcast(flat, mesh.shard_peers[bucket.owner], tuple(sorted(mesh.shard_peers)))
+        yield work, (lambda: None) if is_mine else partial(torch._foreach_copy_, values, views)
