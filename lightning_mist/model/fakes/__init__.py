@@ -12,7 +12,6 @@ from lightning_mist.model.fakes.fake_modules import (
     fake_parameters,
     filled,
     has_values,
-    kept_slots,
     put,
     quiet_fakes,
     renew_flat_weights,

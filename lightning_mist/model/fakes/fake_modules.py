@@ -240,21 +240,6 @@ def convert_plain_tensors(module: nn.Module, dtype: torch.dtype, device: torch.d
                     space[name] = device  # type: ignore[assignment]
 
 
-@contextmanager
-def kept_slots(module: nn.Module) -> Iterator[None]:
-    """Afterwards the module's parameter slots, buffers and attributes are as before."""
-    before = [(child, dict(vars(child)), dict(child._parameters), dict(child._buffers)) for child in module.modules()]
-    try:
-        yield
-    finally:
-        for child, space, parameters, buffers in before:
-            vars(child).clear()
-            vars(child).update(space)
-            for own, contents in ((child._parameters, parameters), (child._buffers, buffers)):
-                own.clear()
-                own.update(contents)  # type: ignore[arg-type]
-
-
 class WithoutDropout(TorchFunctionMode):
     """Inside, dropout drops nothing, and the coarsest floating-point type that was computed in is noted."""
 

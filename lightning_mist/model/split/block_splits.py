@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lightning_mist.model.fakes import convert_plain_tensors, filled, kept_slots, put, slots_of, thin
+from lightning_mist.model.fakes import convert_plain_tensors, filled, put, slots_of, thin
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.split.block_calls import BlockCall, BlockCalls
 from lightning_mist.model.split.factored import LARGE, MOST_BYTES, is_factored
 from lightning_mist.model.split.split_check import CPU, Check, CheckOutcome, arguments, prepare
+from lightning_mist.model.user_code import unchanged
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit
 from lightning_mist.units import format_bytes
@@ -414,7 +415,7 @@ def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | st
 
 def _probe(call: BlockCall, dtype: torch.dtype) -> Probe:
     generator = torch.Generator().manual_seed(0)
-    with kept_slots(call.block):
+    with unchanged(call.block):
         held: dict[str, Tensor] = {}
         for name, (parameter, slots) in slots_of(call.block).items():
             if parameter.numel() > _SMALL and parameter.is_floating_point():

@@ -24,12 +24,12 @@ from lightning_mist.model.fakes import (
     convert,
     convert_plain_tensors,
     filled,
-    kept_slots,
     put,
     slots_of,
 )
 from lightning_mist.model.split.block_calls import BlockCall
 from lightning_mist.model.split.factored import MOST_BYTES, Factored, FactoredRoom, is_factored
+from lightning_mist.model.user_code import unchanged
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import (
     Reduction,
@@ -244,7 +244,7 @@ ranks hold are added up later, as context parallelism has it."""
 def prepare(call: BlockCall, dtype: torch.dtype) -> Check:
     """Give a block numbers and run it whole; how to check it. Any error of the block itself is raised."""
     values = numbers(call.block, dtype, seed=1)
-    with kept_slots(call.block):
+    with unchanged(call.block):
         convert_plain_tensors(call.block, dtype, CPU)
         tensors, shown = leaves_of(values)
         install(values, shown)
@@ -267,7 +267,7 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Check:
             gathers.append(context.group.largest_gather)
             return result, tuple(sorted(context.gathered.items())), leaves
 
-        with kept_slots(call.block):
+        with unchanged(call.block):
             convert_plain_tensors(call.block, dtype, CPU)
             outcome = run_over_ranks(reference, values, splits, degree, run, adds_later=adds_later)
         # For want of a rule ranks may gather, which is told; with rules for all they do where layers do not match, and

@@ -23,7 +23,6 @@ from lightning_mist.model.fakes import (
     convert_plain_tensors,
     intercepted,
     isolated,
-    kept_slots,
     slots_of,
 )
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
@@ -148,7 +147,7 @@ def prepare_glue(
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     values = numbers(module, dtype, seed=3, without=inside if answer else ())
     batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, CPU))
-    with isolated(module), kept_slots(module), valued(module, batch):
+    with isolated(module), valued(module, batch):
         convert_plain_tensors(module, dtype, CPU)
         tensors, shown = leaves_of(values)
         install(values, shown)
@@ -178,7 +177,7 @@ def prepare_glue(
             result, _ = _run(call, batch, tensors, context)
             return result, tuple(sorted(context.gathered.items())), ()
 
-        with isolated(module), kept_slots(module), valued(module, batch):
+        with isolated(module), valued(module, batch):
             convert_plain_tensors(module, dtype, CPU)
             with intercepted(blocks, _handler(calls, enter, answer=answer)):
                 return run_over_ranks(reference, values, splits, degree, run, adds_later=adds_later)

@@ -17,7 +17,6 @@ from lightning_mist.model.fakes.fake_modules import (
     fake_like,
     fake_parameters,
     filled,
-    kept_slots,
     put,
     quiet_fakes,
     resize_batch,
@@ -28,6 +27,7 @@ from lightning_mist.model.fakes.fake_modules import (
 )
 from lightning_mist.model.spec.polynomial import BILINEAR, CONSTANT, QUADRATIC
 from lightning_mist.model.trace.tracing import bases, sized
+from lightning_mist.model.user_code import unchanged
 from lightning_mist.tensors import batch_rows, batch_tensors, sequence_length
 from lightning_mist.without_values import become
 
@@ -234,7 +234,7 @@ def test_slots_buffers_and_attributes_come_back():
     block.table = torch.ones(3)
     block.where = torch.device("meta")
     before = {**vars(block), **block._parameters, **block._buffers}
-    with kept_slots(block):
+    with unchanged(block):
         convert_plain_tensors(block, torch.float64, CPU)
         put(((block, "weight"),), torch.zeros(4))
         assert block.running_mean.dtype == block.table.dtype == torch.float64
