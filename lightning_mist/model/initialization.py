@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import quiet_fakes, renew_flat_weights
+from lightning_mist.model.fakes import parameter_slots, quiet_fakes, renew_flat_weights
 from lightning_mist.model.operator_costs import written
 from lightning_mist.model.trace import module_key
 from lightning_mist.tensors import is_hollow
@@ -411,7 +411,9 @@ def find_sources(module: nn.Module) -> dict[str, Source]:
     Raises:
         TraceError: If a parameter or buffer has none; names it and its module.
     """
-    owners = _owners(module)
+    owners: dict[int, tuple[str, nn.Module, str]] = {}
+    for owner_name, owner, attribute, parameter in parameter_slots(module):
+        owners.setdefault(id(parameter), (owner_name, owner, attribute))
     sources: dict[str, Source] = {}
     for name, parameter in module.named_parameters():
         recipe = recipe_of(parameter) if is_hollow(parameter) else None
@@ -425,15 +427,6 @@ def find_sources(module: nn.Module) -> dict[str, Source]:
             reset = _reset(module, owner_name, owner, missing[0], "buffer", f"{owner_name}.{missing[0]}".lstrip("."))
             _reset_buffers(owner, reset)
     return sources
-
-
-def _owners(module: nn.Module) -> dict[int, tuple[str, nn.Module, str]]:
-    found: dict[int, tuple[str, nn.Module, str]] = {}
-    for name, owner in module.named_modules():
-        for attribute, parameter in owner._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), (name, owner, attribute))
-    return found
 
 
 def _reset(module: nn.Module, owner_name: str, owner: nn.Module, attribute: str, what: str, name: str) -> Reset:
@@ -474,12 +467,7 @@ def load_hollow(module: nn.Module, state: Mapping[str, Any], *, strict: bool) ->
 
     Parameters keep their identity, and tied ones stay tied. Tensors of the state are kept, not copied.
     """
-    slots = [
-        (owner._parameters, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner._parameters.items()
-        if parameter is not None
-    ]
+    slots = [(owner._parameters, name, parameter) for _, owner, name, parameter in parameter_slots(module)]
     module.load_state_dict(state, strict=strict, assign=True)
     for space, name, parameter in slots:
         loaded, space[name] = space[name], parameter

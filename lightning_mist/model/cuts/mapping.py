@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_mist.attributes import MACHINERY, is_a, of_class, package_of, stored
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.recorder import Record, Runs, Value, run_twice
-from lightning_mist.model.fakes import TensorRead
+from lightning_mist.model.fakes import TensorRead, parameter_slots
 from lightning_mist.model.user_code import Code, names_in
 from lightning_mist.plan.calls import describe_value
 from lightning_mist.plan.module_map import (
@@ -69,9 +69,7 @@ def map_module(
     candidates, names = find_blocks(module, blocks), {id(item): name for name, item in module.named_parameters()}
     slots = {
         (module_name, attribute): names[id(parameter)]
-        for module_name, child in module.named_modules()
-        for attribute, parameter in child._parameters.items()
-        if parameter is not None
+        for module_name, _, attribute, parameter in parameter_slots(module)
     }
     runs = run_twice(module, call, (batch, batch if second_batch is None else second_batch), candidates, kept)
     rows = runs.rows[0] or 1

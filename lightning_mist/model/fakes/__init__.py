@@ -9,9 +9,9 @@ from lightning_mist.model.fakes.fake_modules import (
     convert_plain_tensors,
     device_of,
     fake_like,
-    fake_parameters,
     filled,
     has_values,
+    parameter_slots,
     put,
     quiet_fakes,
     renew_flat_weights,
@@ -21,7 +21,7 @@ from lightning_mist.model.fakes.fake_modules import (
     storage_of,
     thin,
 )
-from lightning_mist.model.fakes.isolate import intercepted, isolated, substitute_parameters
+from lightning_mist.model.fakes.isolate import fake_parameters, intercepted, isolated, substitute_parameters
 from lightning_mist.model.fakes.origins import (
     NOWHERE,
     Guesses,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.attributes import replaced
@@ -22,34 +22,16 @@ from lightning_mist.tensors import (
     is_row_list,
     rebuild,
     sequence_length,
-    substitute,
 )
 from lightning_mist.without_values import memory_rules, without_warnings
 
 
-def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:
-    """Put a fake in the place of every parameter, another one for each slot, so that uses of tied slots differ.
-
-    Parameters without storage of their own (expanded from one element) are understood as contiguous.
-
-    Returns:
-        Module name and attribute of each fake by its ``id``. The module keeps the fakes alive.
-    """
-    found = [
-        (module_name, child, name, parameter)
-        for module_name, child in module.named_modules()
-        for name, parameter in child._parameters.items()
-        if parameter is not None
-    ]
-    with mode:
-        data = [form_of(parameter, parameter.device) for *_, parameter in found]
-    slots: dict[int, tuple[str, str]] = {}
-    for (module_name, child, name, parameter), tensor in zip(found, data, strict=True):
-        fake = substitute(parameter, tensor, requires_grad=parameter.requires_grad)
-        child._parameters[name] = fake
-        slots[id(fake)] = (module_name, name)
-    renew_flat_weights(module)
-    return slots
+def parameter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every place that holds a parameter: a module's name, the module, the attribute, and the parameter."""
+    for name, child in module.named_modules():
+        for attribute, parameter in child._parameters.items():
+            if parameter is not None:
+                yield name, child, attribute, parameter
 
 
 def renew_flat_weights(module: nn.Module) -> None:
@@ -178,11 +160,9 @@ def slots_of(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[Slot, ...
     """Every parameter by its first name inside the module, with all slots that hold it."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, tuple[nn.Parameter, tuple[Slot, ...]]] = {}
-    for child in module.modules():
-        for attribute, parameter in child._parameters.items():
-            if parameter is not None:
-                _, slots = found.get(names[id(parameter)], (parameter, ()))
-                found[names[id(parameter)]] = parameter, (*slots, (child, attribute))
+    for _, child, attribute, parameter in parameter_slots(module):
+        _, slots = found.get(names[id(parameter)], (parameter, ()))
+        found[names[id(parameter)]] = parameter, (*slots, (child, attribute))
     return found
 
 

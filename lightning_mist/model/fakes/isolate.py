@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.fakes.fake_modules import form_of, renew_flat_weights
+from lightning_mist.model.fakes.fake_modules import form_of, parameter_slots, renew_flat_weights
 from lightning_mist.model.user_code import unchanged
 from lightning_mist.plan import calls
 from lightning_mist.recomputation import neutral_checkpointing
@@ -50,21 +50,29 @@ def substitute_parameters(
         The substitutes, in the order of the slots that they fill first.
     """
     made: dict[tuple[int, object], nn.Parameter] = {}
-    for name, item in module.named_modules(remove_duplicate=True):
-        for attribute, parameter in item._parameters.items():
-            if parameter is None:
-                continue
-            key = (id(parameter), owners.get((name, attribute)))
-            if key not in made:
-                data = _fake_like(parameter, mode, home) if mode is not None else parameter.detach()
-                made[key] = substitute(parameter, data, requires_grad=parameter.requires_grad)
-            item._parameters[attribute] = made[key]
-        if mode is not None:
-            for attribute, buffer in item._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    item._buffers[attribute] = _fake_like(buffer, mode, home)
+    for name, item, attribute, parameter in parameter_slots(module):
+        key = (id(parameter), owners.get((name, attribute)))
+        if key not in made:
+            data = _fake_like(parameter, mode, home) if mode is not None else parameter.detach()
+            made[key] = substitute(parameter, data, requires_grad=parameter.requires_grad)
+        item._parameters[attribute] = made[key]
+    for item in module.modules():
+        for attribute, buffer in item._buffers.items():
+            if mode is not None and buffer is not None and buffer.is_meta:
+                item._buffers[attribute] = _fake_like(buffer, mode, home)
     renew_flat_weights(module)
     return tuple(made.values())
+
+
+def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:
+    """Put a fake in the place of every parameter, another one for each slot, so that uses of tied slots differ.
+
+    Returns:
+        Module name and attribute of each fake by its ``id``. The module keeps the fakes alive.
+    """
+    slots = [(name, attribute) for name, _, attribute, _ in parameter_slots(module)]
+    fakes = substitute_parameters(module, mode, dict(zip(slots, slots, strict=True)), torch.device("meta"))
+    return {id(fake): slot for fake, slot in zip(fakes, slots, strict=True)}
 
 
 def intercepted(blocks: Sequence[nn.Module], handler: Handler) -> AbstractContextManager[None]:

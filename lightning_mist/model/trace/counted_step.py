@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.collector import collector_paused
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import Origins, device_of, isolated, quiet_fakes, substitute_parameters
+from lightning_mist.model.fakes import Origins, device_of, isolated, parameter_slots, quiet_fakes, substitute_parameters
 from lightning_mist.model.trace.ledger import Ledger, LinearCounter, PhaseCount, Storage, WeightOperands
 from lightning_mist.model.trace.part_hooks import InputSignature, RankView, Walk, loss_of, part_of
 from lightning_mist.plan import ModuleMap
@@ -250,10 +250,8 @@ def _module_names(module: nn.Module) -> dict[int, str]:
 def _parameter_names(module: nn.Module) -> dict[int, str]:
     """Names of what fills the parameter slots: of split ones this rank's part."""
     names: dict[int, str] = {}
-    for name, item in module.named_modules():
-        for attribute, parameter in item._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(part_of(parameter)), f"{name}.{attribute}" if name else attribute)
+    for name, _, attribute, parameter in parameter_slots(module):
+        names.setdefault(id(part_of(parameter)), f"{name}.{attribute}" if name else attribute)
     return names
 
 

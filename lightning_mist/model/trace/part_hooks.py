@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import is_compiled_block
-from lightning_mist.model.fakes import intercepted
+from lightning_mist.model.fakes import intercepted, parameter_slots, put
 from lightning_mist.plan import ModuleMap, SequenceSplit, TensorSplit
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.recomputation import OwnFunction, selective_contexts, users_checkpoints
@@ -183,20 +183,17 @@ def present_parts(
     """Put parts in the place of substitutes, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only."""
     canonical = {(owner, attribute): use.name for use in module_map.parameters for owner, attribute, _ in use.slots}
     made: dict[int, tuple[nn.Parameter, Tensor]] = {}
-    for owner, item in module.named_modules(remove_duplicate=True):
-        for attribute, parameter in item._parameters.items():
-            if parameter is None:
-                continue
-            how = split.of(canonical.get((owner, attribute), ""))
-            if how is None:
-                continue
-            if id(parameter) not in made:
-                with mode:
-                    shape = how.local_shape(tuple(parameter.shape), split.degree)
-                    data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-                part = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                made[id(parameter)] = (part, present(part, how, context))
-            item._parameters[attribute] = made[id(parameter)][1]
+    for owner, item, attribute, parameter in parameter_slots(module):
+        how = split.of(canonical.get((owner, attribute), ""))
+        if how is None:
+            continue
+        if id(parameter) not in made:
+            with mode:
+                shape = how.local_shape(tuple(parameter.shape), split.degree)
+                data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            part = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            made[id(parameter)] = (part, present(part, how, context))
+        put(((item, attribute),), made[id(parameter)][1])
     return tuple(made[id(item)][0] if id(item) in made else item for item in substitutes)
 
 

@@ -15,7 +15,6 @@ from lightning_mist.model.fakes.fake_modules import (
     address_of,
     convert_plain_tensors,
     fake_like,
-    fake_parameters,
     filled,
     put,
     quiet_fakes,
@@ -25,6 +24,7 @@ from lightning_mist.model.fakes.fake_modules import (
     storage_of,
     thin,
 )
+from lightning_mist.model.fakes.isolate import fake_parameters
 from lightning_mist.model.spec.polynomial import BILINEAR, CONSTANT, QUADRATIC
 from lightning_mist.model.trace.tracing import bases, sized
 from lightning_mist.model.user_code import unchanged
