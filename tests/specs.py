@@ -130,13 +130,12 @@ def spec(
                 dtype="float32",
                 itemsize=4,
                 requires_grad=True,
-                batch_dim=0,
             ),
         )
         for cut in range(layers - 1)
     )
     seconds = tuple(
-        LayerSeconds(kind=kind, rows=(1, 2, 4), forward=(f, 2 * f, 3 * f), backward=(2 * f, 3 * f, 6 * f), spread=0.0)
+        LayerSeconds(kind=kind, rows=(1, 2, 4), forward=(f, 2 * f, 3 * f), backward=(2 * f, 3 * f, 6 * f))
         for kind, f in [
             ("head", 1e-4),
             ("tail", 3e-4),

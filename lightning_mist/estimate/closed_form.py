@@ -245,7 +245,6 @@ def closed_spec(
         sequence_length=sequence_length,
         optimizer=optimizer,
         precision=precision,
-        device_kind=device_kind,
         head_width=dims.query_width // dims.heads,
         splits=tuple(
             SplitSpec(
@@ -322,7 +321,6 @@ def _hidden(form: ClosedForm, split: Split) -> TensorSpec:
         dtype=_DTYPES[form.stored],
         itemsize=form.stored,
         requires_grad=True,
-        batch_dim=0,
     )
 
 

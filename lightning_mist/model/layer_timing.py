@@ -120,28 +120,20 @@ def _measure(
     return samples
 
 
-def robust_median(samples: Sequence[float]) -> tuple[float, float]:
-    """Median of samples without outliers above, and their median absolute deviation over the median."""
+def robust_median(samples: Sequence[float]) -> float:
+    """Median of samples without outliers above."""
     middle = median(samples)
     deviation = median(abs(x - middle) for x in samples)
-    kept = [x for x in samples if x <= middle + _OUTLIER * deviation] or list(samples)
-    middle = median(kept)
-    return middle, median(abs(x - middle) for x in kept) / middle if middle > 0 else 0.0
+    return median(x for x in samples if x <= middle + _OUTLIER * deviation)
 
 
 def _layer_seconds(
     samples: Samples, rows: tuple[int, ...], kind: str, part: int, layers: tuple[int, ...]
 ) -> LayerSeconds:
-    found = [[robust_median(samples.get((part, backward, size), [0.0])) for size in rows] for backward in (False, True)]
-    forward, backward = ([seconds for seconds, _ in line] for line in found)
-    return LayerSeconds(
-        kind=kind,
-        rows=rows,
-        forward=tuple(forward),
-        backward=tuple(backward),
-        spread=max(spread for line in found for _, spread in line),
-        layers=layers,
+    forward, backward = (
+        tuple(robust_median(samples.get((part, backward, size), [0.0])) for size in rows) for backward in (False, True)
     )
+    return LayerSeconds(kind=kind, rows=rows, forward=forward, backward=backward, layers=layers)
 
 
 def time_layers(

@@ -164,7 +164,6 @@ def test_every_kind_has_seconds_at_every_size_and_only_examples_run() -> None:
     for item in seconds:
         assert item.rows == (2, 4)
         assert all(x > 0 for x in (*item.forward, *item.backward))
-        assert item.spread >= 0
     steps = RUNS[0]
     # Trace and kinds aside, whose blocks run on fake numbers, only the first block of each kind runs.
     assert steps >= 2 * (1 + 3)
@@ -237,12 +236,10 @@ def test_progress_is_told_and_ends() -> None:
     assert fractions[-1] == 1.0
 
 
-def test_outliers_do_not_move_the_median_or_the_spread() -> None:
-    clean = [1.0, 1.01, 0.99, 1.02, 0.98]
-    assert robust_median([*clean, 9.0, 50.0])[0] == pytest.approx(1.0, abs=0.011)
-    assert robust_median([*clean, 50.0])[1] < 0.02
-    assert robust_median([3.0]) == (3.0, 0.0)
-    assert robust_median([0.0, 0.0]) == (0.0, 0.0)
+def test_outliers_do_not_move_the_median() -> None:
+    assert robust_median([1.0, 1.01, 0.99, 1.02, 0.98, 9.0, 50.0]) == pytest.approx(1.0, abs=0.011)
+    assert robust_median([3.0]) == 3.0
+    assert robust_median([0.0, 0.0]) == 0.0
 
 
 def spec_and_seconds() -> tuple[ModelSpec, tuple[LayerSeconds, ...]]:

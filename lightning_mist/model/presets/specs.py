@@ -361,7 +361,6 @@ def preset_spec(
         sequence_length=length,
         optimizer=optimizer,
         precision=precision,
-        device_kind=device_kind,
         head_width=shape.head_width,
         shared_saved_bytes=forms.shared(shape, length),
         splits=tuple(
@@ -406,7 +405,6 @@ def _boundaries(shape: LanguageModelShape, dtype: str, itemsize: int, parts: int
         dtype=dtype,
         itemsize=itemsize,
         requires_grad=True,
-        batch_dim=0,
     )
     return ((hidden,),) * (shape.layers - 1)
 

@@ -70,14 +70,12 @@ class TensorSpec:
 
     Attributes:
         dtype: Name of the element type, for example ``"float32"``.
-        batch_dim: Dimension that grows with the batch, if any.
     """
 
     shape: tuple[sympy.Expr, ...]
     dtype: str
     itemsize: int
     requires_grad: bool
-    batch_dim: int | None
 
     @property
     def bytes(self) -> sympy.Expr:
@@ -352,7 +350,6 @@ class LayerSeconds:
         rows: Microbatch rows, ascending.
         forward: Median seconds of one forward at each size.
         backward: Median seconds of one backward at each size, without recomputation.
-        spread: Median absolute deviation over median, the worst of all sizes and both directions.
         layers: Positions of the layers of this kind; empty for head and tail.
     """
 
@@ -360,7 +357,6 @@ class LayerSeconds:
     rows: tuple[int, ...]
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    spread: float
     layers: tuple[int, ...] = ()
 
 
@@ -384,7 +380,6 @@ class ModelSpec:
         precision: Lightning's name of the precision, for example ``"bf16-mixed"``.
         master_weights: Whether trained parameters, in 16 bits here, have masters in 32, which count as state of the
             optimizer.
-        device_kind: Kind of the device that the costs are for, ``"cpu"`` or ``"cuda"``.
         seconds: Measured seconds of layers on the machine at hand; empty if nothing was measured.
         shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters
             (masks, position tables): every stage after the first computes and keeps it too, per microbatch in flight.
@@ -412,7 +407,6 @@ class ModelSpec:
     optimizer: OptimizerSpec
     precision: str = "32-true"
     master_weights: bool = False
-    device_kind: str = "cpu"
     seconds: tuple[LayerSeconds, ...] = field(default=())
     shared_saved_bytes: sympy.Expr = field(default=sympy.S.Zero)
     splits: tuple[SplitSpec, ...] = ()

@@ -475,7 +475,6 @@ def boundary_specs(
                     dtype=tensor.dtype,
                     itemsize=torch.empty(0, dtype=dtype).element_size(),
                     requires_grad=tensor.requires_grad,
-                    batch_dim=tensor.batch_dim,
                 )
             )
         cuts.append(tuple(tensors))

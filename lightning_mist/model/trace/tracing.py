@@ -514,7 +514,6 @@ def trace_model(
         sequence_length=sequence_length(batch) if traced.basis.powers == BILINEAR else None,
         optimizer=optimizer_spec,
         precision=precision,
-        device_kind=operators.name,
         head_width=traced.run.head_width,
         compiled=compiled_text(module, module_map.blocks),
         unpriced=traced.run.narrow,

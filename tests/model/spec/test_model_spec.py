@@ -15,7 +15,7 @@ from tests.specs import spec
     [((b, s, sympy.Integer(8)), 2, 16 * b * s), ((), 4, 4), ((b, sympy.Integer(0)), 4, 0)],
 )
 def test_bytes_of_a_tensor(shape, itemsize, size):
-    tensor = TensorSpec(shape=shape, dtype="float16", itemsize=itemsize, requires_grad=True, batch_dim=None)
+    tensor = TensorSpec(shape=shape, dtype="float16", itemsize=itemsize, requires_grad=True)
     assert tensor.bytes == size
     assert isinstance(tensor.bytes, sympy.Expr)
 

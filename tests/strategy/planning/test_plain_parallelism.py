@@ -117,9 +117,7 @@ def test_it_fits_only_with_room_to_spare():
 
 
 def measured(rows, forward, layers=()):
-    return LayerSeconds(
-        kind="block", rows=rows, forward=forward, backward=tuple(2 * x for x in forward), spread=0.0, layers=layers
-    )
+    return LayerSeconds(kind="block", rows=rows, forward=forward, backward=tuple(2 * x for x in forward), layers=layers)
 
 
 @pytest.mark.parametrize(
