@@ -5,9 +5,10 @@ its inputs and of every parameter must be equal up to rounding.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -174,8 +175,12 @@ CPU = torch.device("cpu")
 Values = dict[str, tuple[Tensor, tuple[Slot, ...]]]
 """A parameter's values and slots by its name."""
 
-RankRun = tuple[CheckedRun, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
-"""What one rank computes, and of it what an :class:`CheckOutcome` tells besides."""
+Leaves = tuple[tuple[int, int], ...]
+"""Results that lie on the ranks in parts, as ``(leaf, dim)``."""
+
+Run: TypeAlias = Callable[[Mapping[str, Tensor], SplitContext | None, Any], tuple[CheckedRun, Leaves, torch.dtype]]
+"""Runs a part of a module, whole or (in a context) as one rank, given what gradients arrive in, and how blocks are
+entered with their input in parts along the sequence, if they are; the last is the coarsest type that took part."""
 
 
 class SlotKeeper:
@@ -221,12 +226,13 @@ class CheckOutcome:
 
     Attributes:
         gathered: Operations that worked on whole tensors for want of a rule for parts, with how often.
-        sequence_leaves: Index and dimension of the results that lie on the ranks in parts.
+        largest_gather: The most numbers that ranks put together at once.
     """
 
     reason: str | None = None  # why the shared-out computation may not be used; None if it may
     gathered: tuple[tuple[str, int], ...] = ()
-    sequence_leaves: tuple[tuple[int, int], ...] = ()
+    sequence_leaves: Leaves = ()
+    largest_gather: int = 0
 
     def slow(self, what: str) -> list[str]:
         """Where a step loses time, in words for the user."""
@@ -243,67 +249,70 @@ ranks hold are added up later, as context parallelism has it."""
 
 def prepare(call: BlockCall, dtype: torch.dtype) -> Check:
     """Give a block numbers and run it whole; how to check it. Any error of the block itself is raised."""
-    values = numbers(call.block, dtype, seed=1)
-    with unchanged(call.block):
-        convert_plain_tensors(call.block, dtype, CPU)
-        tensors, shown = leaves_of(values)
-        install(values, shown)
-        expected, _, coarsest = run_block(call, dtype, tensors, None)
-    reference = Reference.of(expected, coarsest)
+
+    @contextmanager
+    def room() -> Iterator[None]:
+        with unchanged(call.block):
+            convert_plain_tensors(call.block, dtype, CPU)
+            yield
+
+    compared = checked(numbers(call.block, dtype, seed=1), room, partial(run_block, call, dtype))
+    # For want of a rule ranks may gather, which is told; with rules for all they do where layers do not match, and
+    # what is as large as the result takes the time that sharing out is to save. Biases are smaller.
+    limit = prod(_shape(call)) if call.hidden is not None else 0
 
     def check(
         splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None, adds_later: bool = False
     ) -> CheckOutcome:
-        gathers: list[int] = []
-
-        def run(group: TensorGroup) -> RankRun:
-            parallel = sequence is not None
-            tensors, shown, context = share_out(
-                values, splits, group, sequence_parallel=parallel, adds_later=adds_later
-            )
-            install(values, shown)
-            result, leaves, _ = run_block(call, dtype, tensors, (context, sequence))
-            assert isinstance(context.group, SlotKeeper)
-            gathers.append(context.group.largest_gather)
-            return result, tuple(sorted(context.gathered.items())), leaves
-
-        with unchanged(call.block):
-            convert_plain_tensors(call.block, dtype, CPU)
-            outcome = run_over_ranks(reference, values, splits, degree, run, adds_later=adds_later)
-        # For want of a rule ranks may gather, which is told; with rules for all they do where layers do not match, and
-        # what is as large as the result takes the time that sharing out is to save. Biases are smaller.
-        limit = prod(_shape(call)) if call.hidden is not None else 0
-        if outcome.reason is None and sequence is None and not outcome.gathered and 0 < limit <= max(gathers):
+        found = compared(splits, degree, sequence, adds_later)
+        if found.reason is None and sequence is None and not found.gathered and 0 < limit <= found.largest_gather:
             told = (
-                f"ranks put {max(gathers)} numbers together that other layers do not read in parts, as many as results"
+                f"ranks put {found.largest_gather} numbers together that other layers do not read in parts, as many as "
+                "results"
             )
-            return replace(outcome, reason=told)
-        return outcome
+            return replace(found, reason=told)
+        return found
 
     return check
 
 
-def run_over_ranks(
-    reference: Reference,
-    values: Values,
-    splits: Sequence[ParameterSplit],
-    degree: int,
-    run: Callable[[TensorGroup], RankRun],
-    *,
-    adds_later: bool = False,
-) -> CheckOutcome:
-    """Run as many ranks, and compare each with the whole run."""
-    try:
-        with functions_of_wholes():
-            ranks = run_ranks(degree, run)
-    except Exception as error:
-        return CheckOutcome(reason=f"{type(error).__name__}: {error}")
-    _, gathered, leaves = ranks[0]
-    of_leaves, summands = _splits_of_leaves(values, splits)
-    if adds_later:
-        summands = frozenset(reference.result.parameters)
-    reason = reference.difference([result for result, _, _ in ranks], of_leaves, summands)
-    return CheckOutcome(reason=reason, gathered=gathered, sequence_leaves=leaves)
+def checked(values: Values, room: Callable[[], AbstractContextManager[None]], run: Run) -> Check:
+    """Run a part of a module whole, and how to check it: run by as many ranks, each compared with the whole run.
+
+    Args:
+        room: Makes the context in which it runs, and behind which it is as before.
+    """
+    with room():
+        tensors, shown = leaves_of(values)
+        install(values, shown)
+        expected, _, coarsest = run(tensors, None, None)
+    reference = Reference.of(expected, coarsest)
+
+    def check(splits: Sequence[ParameterSplit], degree: int, sequence: Any, adds_later: bool = False) -> CheckOutcome:
+        def of_rank(group: TensorGroup) -> tuple[CheckedRun, CheckOutcome]:
+            tensors, shown, context = share_out(
+                values, splits, group, sequence_parallel=bool(sequence), adds_later=adds_later
+            )
+            install(values, shown)
+            result, leaves, _ = run(tensors, context, sequence)
+            assert isinstance(context.group, SlotKeeper)
+            gathered = tuple(sorted(context.gathered.items()))
+            most = context.group.largest_gather
+            return result, CheckOutcome(gathered=gathered, sequence_leaves=leaves, largest_gather=most)
+
+        with room():
+            try:
+                with functions_of_wholes():
+                    ranks = run_ranks(degree, of_rank)
+            except Exception as error:
+                return CheckOutcome(reason=f"{type(error).__name__}: {error}")
+        of_leaves, summands = _splits_of_leaves(values, splits)
+        if adds_later:
+            summands = frozenset(reference.result.parameters)
+        reason = reference.difference([result for result, _ in ranks], of_leaves, summands)
+        return replace(ranks[0][1], reason=reason, largest_gather=max(found.largest_gather for _, found in ranks))
+
+    return check
 
 
 def numbers(module: nn.Module, dtype: torch.dtype, seed: int, *, without: Container[int] = ()) -> Values:
@@ -363,16 +372,10 @@ def share_out(
     *,
     sequence_parallel: bool,
     adds_later: bool = False,
-    also: Callable[[SplitContext], object] = lambda _: None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], SplitContext]:
     """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts."""
     tensors, shown = leaves_of(values, group.size)
-
-    def begin_turn() -> None:
-        install(values, shown)
-        also(context)
-
-    keeper = SlotKeeper(group, begin_turn, adds_later=adds_later)
+    keeper = SlotKeeper(group, partial(install, values, shown), adds_later=adds_later)
     context = keeper.context = SplitContext(keeper, sequence_parallel=sequence_parallel)
     of_leaves, _ = _splits_of_leaves(values, splits)
     for split, of_leaf in zip(splits, of_leaves, strict=True):
@@ -398,43 +401,41 @@ def run_block(
     call: BlockCall,
     dtype: torch.dtype,
     tensors: Mapping[str, Tensor],
-    split: tuple[SplitContext, SequenceSplit | None] | None,
-) -> tuple[CheckedRun, tuple[tuple[int, int], ...], torch.dtype]:
-    """Forward and backward of a filled block; its results in parts as ``(leaf, dim)``, and the coarsest type."""
+    context: SplitContext | None = None,
+    sequence: SequenceSplit | None = None,
+) -> tuple[CheckedRun, Leaves, torch.dtype]:
+    """Forward and backward of a filled block; its results in parts, and the coarsest type."""
     generator = torch.Generator().manual_seed(2)
     torch.manual_seed(2)
     args, kwargs, inputs = arguments(call, dtype, generator)
-    leaves: tuple[tuple[int, int], ...] = ()
+    leaves: Leaves = ()
     with torch.enable_grad():
-        if split is not None:
-            args, kwargs = _entered(args, kwargs, *split)
-        with WithoutDropout() as mode, without_hooks(None if split is None else split[0]):
+        if context is not None:
+            args, kwargs = _entered(args, kwargs, context, sequence)
+        with WithoutDropout() as mode, without_hooks(context):
             output = call.block(*args, **kwargs)
-        if split is not None:
-            _refuse_mixed_tokens(split[0])
+        if context is not None:
+            _refuse_mixed_tokens(context)
             flat = tree_flatten(output)[0]
-            dim = None if split[1] is None else split[1].dim
+            dim = None if sequence is None else sequence.dim
             leaves = tuple(
                 (index, leaf.shared_dim)
                 for index, leaf in enumerate(flat)
                 if isinstance(leaf, SplitTensor) and leaf.shared_dim == dim and leaf.shape == _shape(call)
             )
             _refuse_parts_of_hidden(flat, dim, _shape(call))
-            output = leaving(output, split[0])
+            output = leaving(output, context)
     outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     given = [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in outputs]
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
     wanted = [*inputs, *(tensors[name] for name in names)]
     gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-    return (
-        CheckedRun(
-            outputs=tuple(leaf.detach() for leaf in outputs),
-            inputs=gradients[: len(inputs)],
-            parameters=dict(zip(names, gradients[len(inputs) :], strict=True)),
-        ),
-        leaves,
-        mode.coarsest,
+    result = CheckedRun(
+        outputs=tuple(leaf.detach() for leaf in outputs),
+        inputs=gradients[: len(inputs)],
+        parameters=dict(zip(names, gradients[len(inputs) :], strict=True)),
     )
+    return result, leaves, mode.coarsest
 
 
 def _entered(args: Any, kwargs: Any, context: SplitContext, sequence: SequenceSplit | None) -> tuple[Any, Any]:

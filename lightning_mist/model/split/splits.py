@@ -5,7 +5,9 @@ For every kind of block: :mod:`~lightning_mist.model.split.block_splits` finds w
 not pass stays whole, and the reason is kept for the user. Context-parallel ranks, which share rows, come last.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -41,21 +43,16 @@ from lightning_mist.model.split.split_check import (
     CPU,
     Check,
     CheckedRun,
-    CheckOutcome,
-    RankRun,
-    Reference,
-    install,
-    leaves_of,
+    Leaves,
+    checked,
     numbers,
-    run_over_ranks,
-    share_out,
     without_hooks,
 )
 from lightning_mist.model.trace import echo, loss_of
 from lightning_mist.plan.calls import block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.plan.tensor_split import MOST_STRIPES, ParameterSplit, SequenceSplit, TensorSplit
-from lightning_mist.tensor_parallel import SplitContext, TensorGroup, enter_sequence, leaving
+from lightning_mist.tensor_parallel import SplitContext, enter_sequence, leaving
 from lightning_mist.tensors import copy_batch
 
 # Tables of tokens: embeddings shared out along their rows and output layers whose logits feed a cross entropy.
@@ -147,42 +144,33 @@ def prepare_glue(
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     values = numbers(module, dtype, seed=3, without=inside if answer else ())
     batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, CPU))
-    with isolated(module), valued(module, batch):
-        convert_plain_tensors(module, dtype, CPU)
-        tensors, shown = leaves_of(values)
-        install(values, shown)
-        with intercepted(blocks, _handler(calls, _as_given, answer=answer)):
-            expected, coarsest = _run(call, batch, tensors)
-    reference = Reference.of(expected, coarsest)
+    turn = threading.local()  # what the rank has that runs: ranks are threads
 
-    def check(
-        splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit], adds_later: bool = False
-    ) -> CheckOutcome:
-        turn: list[SplitContext] = []
-        """Of the rank that runs now."""
+    def enter(position: int, args: Any, kwargs: Any) -> Any:
+        return enter_sequence(args, kwargs, turn.sequence[position], turn.context) if turn.sequence else (args, kwargs)
 
-        def take_turn(context: SplitContext) -> None:
-            turn[:] = [context]
+    def run(
+        tensors: Mapping[str, Tensor], context: SplitContext | None, sequence: Sequence[SequenceSplit] | None
+    ) -> tuple[CheckedRun, Leaves, torch.dtype]:
+        turn.context, turn.sequence = context, sequence
+        torch.manual_seed(0)
+        with torch.enable_grad():
+            with WithoutDropout() as mode, without_hooks(context):
+                output = call(copy_batch(batch, with_tensors=True))
+            loss = loss_of(output if context is None else leaving(output, context))
+        names = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        gradients = torch.autograd.grad(loss, [tensors[name] for name in names], allow_unused=True)
+        result = CheckedRun(outputs=(loss.detach(),), inputs=(), parameters=dict(zip(names, gradients, strict=True)))
+        return result, (), mode.coarsest
 
-        def enter(position: int, args: Any, kwargs: Any) -> Any:
-            return enter_sequence(args, kwargs, sequence[position], turn[0]) if sequence else (args, kwargs)
-
-        def run(group: TensorGroup) -> RankRun:
-            parallel = bool(sequence)
-            tensors, shown, context = share_out(
-                values, splits, group, sequence_parallel=parallel, adds_later=adds_later, also=take_turn
-            )
-            take_turn(context)
-            install(values, shown)
-            result, _ = _run(call, batch, tensors, context)
-            return result, tuple(sorted(context.gathered.items())), ()
-
+    @contextmanager
+    def room() -> Iterator[None]:
         with isolated(module), valued(module, batch):
             convert_plain_tensors(module, dtype, CPU)
             with intercepted(blocks, _handler(calls, enter, answer=answer)):
-                return run_over_ranks(reference, values, splits, degree, run, adds_later=adds_later)
+                yield
 
-    return check
+    return checked(values, room, run)
 
 
 def _as_given(position: int, args: Any, kwargs: Any) -> Any:
@@ -202,20 +190,6 @@ def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer
         return echo(example.answer, args, kwargs, example.hidden)
 
     return handler
-
-
-def _run(
-    call: Call, batch: Any, tensors: Mapping[str, Tensor], context: SplitContext | None = None
-) -> tuple[CheckedRun, torch.dtype]:
-    torch.manual_seed(0)
-    with torch.enable_grad():
-        with WithoutDropout() as mode, without_hooks(context):
-            output = call(copy_batch(batch, with_tensors=True))
-        loss = loss_of(output if context is None else leaving(output, context))
-    names = [name for name, tensor in tensors.items() if tensor.requires_grad]
-    gradients = torch.autograd.grad(loss, [tensors[name] for name in names], allow_unused=True)
-    result = CheckedRun(outputs=(loss.detach(),), inputs=(), parameters=dict(zip(names, gradients, strict=True)))
-    return result, mode.coarsest
 
 
 _CONFIRMED_ENTRIES = 2**22
@@ -461,18 +435,16 @@ def _cuts(
     module_map: ModuleMap, calls: BlockCalls, found: Sequence[Sequence[Found]]
 ) -> tuple[tuple[LiveTensor, ...], ...]:
     """The cuts with the dimension of each block's results that come in parts along the sequence for every degree."""
-    dims = sequence_dims(calls, found)
-    return tuple(tuple(replace(live, sequence_dim=dims.get(live.key)) for live in cut) for cut in module_map.cuts)
-
-
-def sequence_dims(calls: BlockCalls, found: Sequence[Sequence[Found]]) -> dict[Hashable, int]:
-    """The dimension of each block's results, by their key, that comes in parts for every degree."""
-    return {
+    dims: dict[Hashable, int] = {
         block_value(position, leaf): dim
         for position, kind in enumerate(calls.kinds.of)
         for leaf, dim in found[0][kind].leaves
         if all((leaf, dim) in of_degree[kind].leaves for of_degree in found)
     }
+    return tuple(
+        tuple(replace(live, sequence_dim=live.sequence_dim or dims.get(live.key)) for live in cut)
+        for cut in module_map.cuts
+    )
 
 
 # How rows can be shared out over context-parallel ranks, all of which hold all parameters, proven with numbers.
@@ -543,11 +515,7 @@ def _every_context_degree(
             refused[degree] = reason
     if not contexts:
         return module_map.excluding("; ".join(dict.fromkeys(refused.values())), "context")
-    dims = sequence_dims(calls, [[kind[split.degree] for kind in kinds] for split in contexts])
-    cuts = tuple(
-        tuple(replace(live, sequence_dim=live.sequence_dim or dims.get(live.key)) for live in cut)
-        for cut in module_map.cuts
-    )
+    cuts = _cuts(module_map, calls, [[kind[split.degree] for kind in kinds] for split in contexts])
     return replace(module_map, contexts=tuple(contexts), uncontexts=tuple(sorted(refused.items())), cuts=cuts)
 
 

@@ -151,7 +151,7 @@ def test_computing_in_coarser_numbers_loosens_the_tolerance():
         values = numbers(block, torch.float64, seed=1)
         tensors, shown = leaves_of(values)
         install(values, shown)
-        result, _, coarsest = run_block(call(block), torch.float64, tensors, None)
+        result, _, coarsest = run_block(call(block), torch.float64, tensors)
         return Reference.of(result, coarsest).tolerance
 
     assert checked(Mixed()).reason is None
