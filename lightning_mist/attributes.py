@@ -1,12 +1,13 @@
-"""Attributes of the user's objects as they are stored, and attributes that have other values for a while.
+"""Attributes of the user's objects as they are stored, and what is otherwise for a while, for all of a process.
 
 Whoever reads what the user's code can reach looks through here: nothing of the user's runs (``__getattr__``,
 properties, ``__class__``, ``__eq__``, ``__iter__``), which may fail, take long, or change something.
 """
 
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
@@ -148,3 +149,37 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+class SharedPatch:
+    """A context that changes process-wide state while anyone is inside it.
+
+    The first that enters makes the change and the last that leaves undoes it, in any order and on any thread: ranks
+    that share a process take turns inside their steps, so a change that each undid for itself would be undone while
+    another still needs it, or restore what another had made.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._users = 0
+        self._change: AbstractContextManager[None] | None = None
+
+    def __call__(self) -> "SharedPatch":
+        """The context itself, so that it decorates a function that makes the change."""
+        return self
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._change is None:
+                change = self._make()
+                change.__enter__()
+                self._change = change
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._change is not None:
+                change, self._change = self._change, None
+                change.__exit__(None, None, None)

@@ -7,7 +7,7 @@ anywhere in a rank's computation, and everything happens in one order that is th
 Threads share what a process has once. The default generator is exchanged with the turn: every rank draws from a stream
 of its own, as in a process of its own. Modes that torch keeps per thread start as they are where :func:`drive` is
 called; process-wide patches that span a wait are for their authors to share
-(:class:`~lightning_mist.runtime.process_state.SharedPatch`).
+(:class:`~lightning_mist.attributes.SharedPatch`).
 """
 
 import threading

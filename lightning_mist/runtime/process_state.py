@@ -1,8 +1,8 @@
-"""What a whole process has once: changes that several users hold at the same time, and random generators."""
+"""What a whole process has once: the mode that watches a step, and random generators."""
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -12,40 +12,6 @@ from torch.overrides import _get_current_function_mode
 
 from lightning_mist.attributes import replaced
 from lightning_mist.devices import ops_of
-
-
-class SharedPatch:
-    """A context that changes process-wide state while anyone is inside it.
-
-    The first that enters makes the change and the last that leaves undoes it, in any order and on any thread: ranks
-    that share a process take turns inside their steps, so a change that each undid for itself would be undone while
-    another still needs it, or restore what another had made.
-    """
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._users = 0
-        self._change: AbstractContextManager[None] | None = None
-
-    def __call__(self) -> "SharedPatch":
-        """The context itself, so that it decorates a function that makes the change."""
-        return self
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._change is None:
-                change = self._make()
-                change.__enter__()
-                self._change = change
-            self._users += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._change is not None:
-                change, self._change = self._change, None
-                change.__exit__(None, None, None)
 
 
 class QuietMode(Protocol):

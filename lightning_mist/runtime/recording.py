@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import SharedPatch, replaced
 from lightning_mist.devices import DeviceOps, MemoryUse, ops_of
 from lightning_mist.leaves import plain_leaves
 from lightning_mist.runtime.communication import Work
 from lightning_mist.runtime.host_memory import is_host
-from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.schedule import Action
 from lightning_mist.tensors import batch_tensors
 

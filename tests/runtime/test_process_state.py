@@ -4,7 +4,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_mist.runtime.process_state import SharedPatch, get_random_state, seed_random, set_random_state
+from lightning_mist.attributes import SharedPatch
+from lightning_mist.runtime.process_state import get_random_state, seed_random, set_random_state
 
 
 def test_the_first_makes_the_change_and_the_last_undoes_it_in_any_order():

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_mist.runtime.process_state import SharedPatch
+from lightning_mist.attributes import SharedPatch
 
 _AT_ONCE = 2**64 - 1
 """The place in the order of nodes that torch gives to those that accumulate gradients: before all others."""

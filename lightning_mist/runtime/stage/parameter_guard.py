@@ -24,14 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import SharedPatch, replaced
 from lightning_mist.devices import read
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage, parts_of
 from lightning_mist.plan.calls import leaves_of, user_line
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
-from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.tensors import is_hollow
 
 _READS = frozenset(

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from lightning_mist.attributes import replaced, set_on_class
+from lightning_mist.attributes import SharedPatch, replaced, set_on_class
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import Checkpointing, ModuleMap, Plan
 from lightning_mist.plan.calls import (
@@ -40,7 +40,7 @@ from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.module_map import LiveTensor
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.gradients import WeightGradients
-from lightning_mist.runtime.process_state import SharedPatch, get_random_state, inside_block, set_random_state
+from lightning_mist.runtime.process_state import get_random_state, inside_block, set_random_state
 from lightning_mist.runtime.stage.skipped_blocks import FakeParameters, SkippedBlocks, free_parameters
 from lightning_mist.runtime.stage.stage_split import (
     StageSplit,

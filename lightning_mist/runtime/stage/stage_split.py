@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_mist import recomputation
+from lightning_mist.attributes import SharedPatch
 from lightning_mist.plan import CheckpointingKind, LiveTensor, ModuleMap, TensorSplit
 from lightning_mist.plan.messages import Side
 from lightning_mist.recomputation import OwnFunction, selective_contexts
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.parameters import no_kept_casts
-from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.tensor_parallel import (
     SplitContext,
     SplitTensor,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import SharedPatch, replaced
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model import derive_contexts, derive_splits, map_module, run_apart
 from lightning_mist.model.child_process import Endless, RunClock, can_fork
@@ -29,7 +29,6 @@ from lightning_mist.model.user_code import Generators, Reach, Surroundings, is_u
 from lightning_mist.plan import Feature, ModuleMap, Plan
 from lightning_mist.plan.module_map import OFFLOADS, Reasons, exclusions_of
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
-from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
 from lightning_mist.strategy.planning.division_proofs import degrees_of, with_ways
 from lightning_mist.strategy.ranks import any_reason, everywhere, of_all_ranks
