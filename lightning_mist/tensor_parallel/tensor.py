@@ -9,7 +9,6 @@ whole tensors, because it writes into them, is refused.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from threading import Lock
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from lightning_mist.attributes import is_a
+from lightning_mist.attributes import SharedPatch, is_a, replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
@@ -284,65 +283,37 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 
 
-class _Patch:
-    """Counts who computes with split tensors; while anybody does, autograd functions get whole ones.
+@SharedPatch
+@contextmanager
+def functions_of_wholes() -> Iterator[None]:
+    """Inside, custom autograd functions get whole tensors in place of split ones; outside these are refused.
 
     ``Function.apply`` hands its arguments to C++, which knows nothing of parts: a gradient would be lost. It is
     replaced, and so is ``torch._functorch.utils.unwrap_dead_wrappers``, which methods ``apply`` that user code bound
-    long before look up at each call. Stages in several threads enter and leave in
-    any order: the last to leave restores both.
+    long before look up at each call.
     """
+    apply_, unwrap_ = Function.__dict__["apply"], torch._functorch.utils.unwrap_dead_wrappers
 
-    def __init__(self) -> None:
-        self._lock, self._count = Lock(), 0
-        self._apply, self._unwrap = Function.__dict__["apply"], torch._functorch.utils.unwrap_dead_wrappers
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._count == 0:
-                self._replace()
-            self._count += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                Function.apply = self._apply  # type: ignore[method-assign]
-                torch._functorch.utils.unwrap_dead_wrappers = self._unwrap
-
-    def _replace(self) -> None:
-        apply_, unwrap_ = Function.__dict__["apply"], torch._functorch.utils.unwrap_dead_wrappers
-        self._apply, self._unwrap = apply_, unwrap_
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            split = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, SplitTensor)]
-            if split:
-                split[0].context.gathered[cls.__name__] += 1
-                # Modes that watch the computation must see what its author wrote and nothing else.
-                with torch._C.DisableTorchFunction():
-                    args, kwargs = whole(args), whole(kwargs)
-            return apply_.__get__(None, cls)(*args, **kwargs)
-
-        def unwrap(args: tuple[Any, ...]) -> tuple[Any, ...]:
-            for arg in args:
-                if isinstance(arg, SplitTensor):
-                    arg.context.gathered["autograd.Function"] += 1
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        split = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, SplitTensor)]
+        if split:
+            split[0].context.gathered[cls.__name__] += 1
+            # Modes that watch the computation must see what its author wrote and nothing else.
             with torch._C.DisableTorchFunction():
-                args = tuple(gathered(arg) if isinstance(arg, SplitTensor) else arg for arg in args)
-            return unwrap_(args)
+                args, kwargs = whole(args), whole(kwargs)
+        return apply_.__get__(None, cls)(*args, **kwargs)
 
-        Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-        torch._functorch.utils.unwrap_dead_wrappers = unwrap
+    def unwrap(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        for arg in args:
+            if isinstance(arg, SplitTensor):
+                arg.context.gathered["autograd.Function"] += 1
+        with torch._C.DisableTorchFunction():
+            args = tuple(gathered(arg) if isinstance(arg, SplitTensor) else arg for arg in args)
+        return unwrap_(args)
 
-
-_PATCH = _Patch()
-
-
-@contextmanager
-def functions_of_wholes() -> Iterator[None]:
-    """Inside, custom autograd functions get whole tensors in place of split ones; outside these are refused."""
-    _PATCH.enter()
+    Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with replaced(torch._functorch.utils, unwrap_dead_wrappers=unwrap):
+            yield
     finally:
-        _PATCH.leave()
+        Function.apply = apply_  # type: ignore[method-assign]

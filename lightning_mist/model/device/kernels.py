@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_mist.attributes import SharedPatch, replaced
+
 Key = Literal["AutogradCPU", "AutocastCPU"]
 """Where in torch's dispatcher a kernel stands: where autograd begins, or where autocast casts."""
 
@@ -45,51 +47,34 @@ def overload_of(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
+class _Own(threading.local):
+    target: Target | None = None
+
+
 class KernelRegistry:
     """Keeps kernels registered with torch while any thread wants them; each thread says whether they compute for it."""
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels
-        self._lock, self._users = threading.Lock(), 0
-        self._library: Any = None
-        self._own = threading.local()
+        self._registered, self._own = SharedPatch(self._register), _Own()
 
     @contextmanager
     def in_force(self, target: Target) -> Iterator[None]:
         """Inside, fake tensors of this thread are computed as on a device."""
-        before = self._target()
-        self._enter()
-        self._own.target = target
-        try:
+        with self._registered, replaced(self._own, target=target):
             yield
-        finally:
-            self._own.target = before
-            self._leave()
 
-    def _target(self) -> Target | None:
-        return getattr(self._own, "target", None)
-
-    def _enter(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                library: Any = torch.library.Library
-                self._library = library("aten", "IMPL")
-                self._register(self._library)
-            self._users += 1
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._library._destroy()
-                self._library = None
-
-    def _register(self, library: Any) -> None:
+    @contextmanager
+    def _register(self) -> Iterator[None]:
+        make: Any = torch.library.Library
+        library = make("aten", "IMPL")
         with warnings.catch_warnings():
             # torch says once that a kernel of its own is overridden, which is what is wanted here.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for kernel in self._kernels:
                 library.impl(kernel.operator, self._call(kernel), kernel.key, with_keyset=True)
+        yield
+        library._destroy()
 
     def _call(self, kernel: Kernel) -> Callable[..., Any]:
         operator, compute = overload_of(kernel.operator), kernel.compute
@@ -98,7 +83,7 @@ class KernelRegistry:
         after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, kernel.key))
 
         def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            target = self._target()
+            target = self._own.target
             if is_cast or (target is not None and any(isinstance(leaf, FakeTensor) for leaf in args)):
                 result = compute(target, *args, **kwargs)
                 if result is not NotImplemented:
