@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mist.plan.tensor_split import Factors
-
 Outer = int | tuple[int, ...]
 """How many equal pieces lie side by side, each shared out, or their sizes where they differ."""
 
@@ -36,15 +34,6 @@ class Layout:
     sizes: tuple[int, ...]
     dim: int
     outer: Outer = 1
-
-    def __getitem__(self, dim: int) -> Factors:
-        """The factors of a dimension, slowest first, and which of them is shared out."""
-        size = self.sizes[dim]
-        if dim % len(self.sizes) != self.dim:
-            return ((size, False),)
-        if isinstance(self.outer, tuple):
-            return tuple((piece, True) for piece in self.outer)
-        return ((size, True),) if self.outer == 1 else ((self.outer, False), (size // self.outer, True))
 
     @property
     def from_end(self) -> int:

@@ -138,9 +138,3 @@ def test_what_broadcasts():
     with pytest.raises(ValueError, match="do not broadcast: 3 and 2 meet"):
         broadcast((3, 4), (2, 4))
     assert (Layout((3, 8), 1).is_last, Layout((3, 8), 0).is_last) == (True, False)
-
-
-def test_factors_of_dimensions():
-    layout = Layout((2, 12, 4), 1, 3)
-    assert [layout[dim] for dim in (0, 1, -1)] == [((2, False),), ((3, False), (4, True)), ((4, False),)]
-    assert Layout((2, 12), 1)[1] == ((12, True),)
