@@ -134,13 +134,12 @@ class Forms:
         name = "whole" if degree == 1 else "sequence" if sequence_parallel else "split"
         filled = _Filled(self, widths(shape, length), degree)
         data = self.data["variants"][name]
-        events = [filled.events(data[part]["ways"]) for part in _PARTS]
-        peaks = part_peaks(events[0], events[1], events[2])
+        events, again = zip(*(filled.events(data[part]["ways"]) for part in _PARTS), strict=True)
+        peaks = part_peaks(*events)
         found = zip(_PARTS, events, peaks, strict=True)
         parts = [filled.part(data[part], event, peak) for part, event, peak in found]
         if any("selective" not in data[part] for part in _PARTS):
             return parts
-        again = [filled.selective_events(data[part]["ways"], event) for part, event in zip(_PARTS, events, strict=True)]
         names = ("forward_peak_bytes", "backward_peak_bytes", "first_backward_peak_bytes")
         edges = [{name: peak[name] for name in names} for peak in peaks]
         edges[1] = selective_peaks(*again)
@@ -216,19 +215,19 @@ class _Filled:
             for operation, calls, size in data
         )
 
-    def events(self, ways: Sequence[Any]) -> LayerEvents:
-        """Every allocation of a part, in the first four ways to run it; a number stands for a way told before."""
-        found: list[PartEvents] = []
-        for way in ways[:4]:
-            found.append(found[way] if isinstance(way, int) else self._way(way))
-        return LayerEvents(first=found[0], later=found[1], recomputed_first=found[2], recomputed_later=found[3])
+    def events(self, ways: Sequence[Any]) -> tuple[LayerEvents, LayerEvents]:
+        """Every allocation of a part, with layers recomputed by all operators and by some, if that is known.
 
-    def selective_events(self, ways: Sequence[Any], events: LayerEvents) -> LayerEvents:
-        """The same where layers are recomputed by operator."""
-        found = [events.first, events.later, events.recomputed_first, events.recomputed_later]
-        for way in ways[len(found) :]:
+        A number stands for a way told before.
+        """
+        found: list[PartEvents] = []
+        for way in ways:
             found.append(found[way] if isinstance(way, int) else self._way(way))
-        return replace(events, recomputed_first=found[-2], recomputed_later=found[-1])
+        first, later, *_ = found
+        return (
+            LayerEvents(first=first, later=later, recomputed_first=found[2], recomputed_later=found[3]),
+            LayerEvents(first=first, later=later, recomputed_first=found[-2], recomputed_later=found[-1]),
+        )
 
     def selective(self, data: Mapping[str, Any], events: LayerEvents, peaks: Mapping[str, Any]) -> SelectiveSpec:
         """What a part costs where layers are recomputed by operator."""
