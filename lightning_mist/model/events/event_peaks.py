@@ -1,7 +1,8 @@
 """Peaks of the parts of a step from their events, as expressions: what a count of the whole step would say."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import lcm
 from operator import add, sub
@@ -18,7 +19,7 @@ from lightning_mist.model.spec import (
     PartEvents,
     Polynomial,
     StepPoint,
-    undominated,
+    highest,
     values_at,
 )
 
@@ -79,10 +80,12 @@ class StepPeaks:
         forward: Sequence[tuple[int, int]],
         backward: Sequence[tuple[int, int]],
         *,
-        nothing: Coefficients,
-        peak: Callable[[Iterable[Coefficients]], sympy.Expr],
+        powers: tuple[tuple[int, int], ...],
+        denominator: int,
     ) -> None:
-        self._forward, self._backward, self._nothing, self._peak = forward, backward, nothing, peak
+        self._forward, self._backward = forward, backward
+        self._peak = partial(highest, powers, denominator=denominator)
+        self._nothing = nothing = (0,) * len(powers)
         self.saved, self.made = [nothing] * len(forward), [nothing] * len(forward)
         changes = [nothing] * sum(end - start for start, end in (*forward, *backward))
         for item in lifetimes:
@@ -128,18 +131,13 @@ def _step_peaks(parts: Sequence[PartEvents]) -> StepPeaks:
     sizes = {size: _coefficients(size, denominator) for size in {item.allocation.size for item in placed}}
     end = clock.at(len(parts) - 1, "forward", parts[-1].forward_positions + 1)
 
-    def peak(timeline: Iterable[Coefficients]) -> sympy.Expr:
-        lines = undominated(BILINEAR, set(timeline))
-        found = [Polynomial(BILINEAR, line, denominator).expression for line in lines]
-        return found[0] if len(found) == 1 else sympy.Max(*found, evaluate=False)
-
     def lifetime(item: Placed) -> Lifetime:
         size, is_saved = sizes[item.allocation.size], item.born <= end < item.dies
         is_made = bool(item.allocation.parameter) and item.dies == clock.readings
         return Lifetime(item.part, size, item.born, item.dies, is_saved, is_made)
 
     spans = clock.spans("forward"), clock.spans("backward")
-    return StepPeaks(map(lifetime, placed), *spans, nothing=(0,) * len(BILINEAR), peak=peak)
+    return StepPeaks(map(lifetime, placed), *spans, powers=BILINEAR, denominator=denominator)
 
 
 def _coefficients(size: Polynomial, denominator: int) -> Coefficients:

@@ -37,6 +37,6 @@ from lightning_mist.model.spec.polynomial import (
     Point,
     Polynomial,
     bytes_at,
-    undominated,
+    highest,
     values_at,
 )

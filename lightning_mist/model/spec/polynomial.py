@@ -120,8 +120,8 @@ class Basis:
 
     @cached_property
     def _inverse(self) -> tuple[tuple[int, ...], ...]:
-        """Rows of the interpolation matrix, as integers over :attr:`_denominator`."""
-        matrix = self._rational_inverse * self._denominator
+        """Rows of the interpolation matrix, as integers over :attr:`denominator`."""
+        matrix = self._rational_inverse * self.denominator
         return tuple(tuple(int(x) for x in matrix.row(i)) for i in range(matrix.rows))
 
     @cached_property
@@ -129,13 +129,14 @@ class Basis:
         return sympy.Matrix([[b**i * s**j for i, j in self.powers] for b, s in self.points]).inv()
 
     @cached_property
-    def _denominator(self) -> int:
+    def denominator(self) -> int:
+        """What :data:`Coefficients` are over."""
         return int(sympy.ilcm(1, *(x.q for x in self._rational_inverse)))
 
     def _value(self, coefficients: Coefficients, point: Point) -> Fraction:
         b, s = point
         total = sum(c * b**i * s**j for c, (i, j) in zip(coefficients, self.powers, strict=True))
-        return Fraction(total, self._denominator)
+        return Fraction(total, self.denominator)
 
     def interpolate(self, counts: Sequence[int], name: str) -> Coefficients:
         """Coefficients of the exact polynomial of counts at :attr:`sizes`; a :class:`MisfitError` if there is none."""
@@ -149,7 +150,7 @@ class Basis:
 
     def constant(self, count: int) -> Coefficients:
         """Coefficients of what is the same at all sizes."""
-        return tuple(count * self._denominator if powers == (0, 0) else 0 for powers in self.powers)
+        return tuple(count * self.denominator if powers == (0, 0) else 0 for powers in self.powers)
 
     def is_at(self, coefficients: Coefficients, point: Point, count: int) -> bool:
         """Whether a polynomial has a value at one size."""
@@ -157,11 +158,11 @@ class Basis:
 
     def polynomial(self, coefficients: Coefficients) -> Polynomial:
         """The polynomial in lowest terms, without monomials that do not occur."""
-        shared = gcd(self._denominator, *coefficients)
+        shared = gcd(self.denominator, *coefficients)
         terms = [(c // shared, powers) for c, powers in zip(coefficients, self.powers, strict=True) if c]
         if not terms:
             return Polynomial.constant(0)
-        return Polynomial(tuple(p for _, p in terms), tuple(c for c, _ in terms), self._denominator // shared)
+        return Polynomial(tuple(p for _, p in terms), tuple(c for c, _ in terms), self.denominator // shared)
 
     def expression(self, coefficients: Coefficients) -> sympy.Expr:
         """The polynomial for sympy."""
@@ -171,24 +172,20 @@ class Basis:
         """The exact expression of counts at :attr:`sizes`; see :meth:`interpolate`."""
         return self.expression(self.interpolate(counts, name))
 
-    def peak(self, timeline: Iterable[Coefficients]) -> sympy.Expr:
-        """The ``Max`` of the polynomials of a timeline that no other one exceeds for all rows and lengths from 1 on."""
-        expressions = [self.expression(c) for c in undominated(self.powers, set(timeline))]
-        return expressions[0] if len(expressions) == 1 else sympy.Max(*expressions, evaluate=False)
 
-
-def undominated(powers: tuple[Powers, ...], polynomials: Iterable[Coefficients]) -> list[Coefficients]:
-    """Polynomials that no other one exceeds for all rows and lengths from 1 on.
+def highest(powers: tuple[Powers, ...], timeline: Iterable[Coefficients], denominator: int) -> sympy.Expr:
+    """The ``Max`` of the polynomials of a timeline that no other one exceeds for all rows and lengths from 1 on.
 
     Such is a difference without negative coefficients in ``b - 1`` and ``s - 1``.
     """
     kept: list[tuple[Coefficients, Coefficients]] = []
     # Whatever dominates has the larger sum of shifted coefficients, so it comes first.
-    shifted = {tuple(sum(map(mul, row, p)) for row in _shifts(powers)): p for p in polynomials}
+    shifted = {tuple(sum(map(mul, row, p)) for row in _shifts(powers)): p for p in set(timeline)}
     for mine in sorted(shifted, key=lambda key: (sum(key), key), reverse=True):
         if not any(all(map(ge, other, mine)) for other, _ in kept):
             kept.append((mine, shifted[mine]))
-    return sorted(polynomial for _, polynomial in kept)
+    found = [Polynomial(powers, line, denominator).expression for line in sorted(line for _, line in kept)]
+    return found[0] if len(found) == 1 else sympy.Max(*found, evaluate=False)
 
 
 @cache

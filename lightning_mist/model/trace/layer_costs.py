@@ -342,7 +342,7 @@ def _peaks(basis: Basis, way: Way) -> StepPeaks:
     storages = zip(way.run.storages, way.sizes, strict=True)
     lifetimes = (Lifetime(s.part, size, s.born, s.died, s.saved, s.is_gradient) for s, size in storages)
     forward, backward = spans(way.run.forward), spans(way.run.backward)
-    return StepPeaks(lifetimes, forward, backward, nothing=basis.constant(0), peak=basis.peak)
+    return StepPeaks(lifetimes, forward, backward, powers=basis.powers, denominator=basis.denominator)
 
 
 def _collectives(basis: Basis, phases: Sequence[PhaseCount], kind: str) -> tuple[CollectiveSpec, ...]:
