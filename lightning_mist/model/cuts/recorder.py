@@ -35,7 +35,7 @@ from lightning_mist.model.fakes import (
     storage_of,
     too_many,
 )
-from lightning_mist.model.user_code import Generators, ModuleState
+from lightning_mist.model.user_code import Generators, ModuleState, unchanged
 from lightning_mist.plan.calls import (
     block_value,
     is_simple,
@@ -497,21 +497,18 @@ def run_twice(
 
     Where the step reads an unknown truth value it is told False, and if it then fails, True.
     """
-    before, generators = ModuleState(module, with_contents=True), Generators()
     rows = tuple(batch_rows(batch) for batch in batches)
     failures = []
     for guess in (False, True):
         recorders: list[StepRecorder] = []
-        try:
-            with quiet_fakes():
+        with unchanged(module) as before, quiet_fakes():
+            try:
                 runs = _attempt(
                     *(module, call, batches, candidates, recorders), kept=kept, guess=guess, before=before, rows=rows
                 )
-        finally:
-            for recorder in reversed(recorders):
-                recorder.undo()
-            before.restore()
-            generators.restore()
+            finally:
+                for recorder in reversed(recorders):
+                    recorder.undo()
         if runs.records:
             return runs
         failures.append(runs)

@@ -74,12 +74,8 @@ class Origins:
         def end(module: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()
 
-        hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
-        try:
+        with register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:

@@ -263,13 +263,11 @@ def _named_gradients(subject: Subject, ledger: Ledger, names: dict[int, str]) ->
         if gradient is not None:  # imitations have none for their parameters
             ledger.note_gradient(gradient, name)
 
-    trained = [parameter for parameter in subject.parameters if parameter.requires_grad]
-    hooks = [p.register_hook(partial(note, names.get(id(p), ""))) for p in trained]  # type: ignore[no-untyped-call]
-    try:
+    with ExitStack() as stack:
+        for p in subject.parameters:
+            if p.requires_grad:
+                stack.enter_context(p.register_hook(partial(note, names.get(id(p), ""))))  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def step_bytes(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> int:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import NOWHERE, Guesses, Origin, Origins, guess, too_many
 from lightning_mist.model.operator_costs import (
@@ -159,11 +160,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Inside, operators repeat a forward."""
-        self._recomputes = self._phase.recomputes = True
-        try:
+        self._phase.recomputes = True
+        with replaced(self, _recomputes=True):
             yield
-        finally:
-            self._recomputes = False
 
     def note_linear(self, *, flops: int, kept_bytes: int) -> None:
         """A linear operation on a parameter ran in the part at hand."""
@@ -196,11 +195,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Inside runs the product whose parameter's gradient is made of a tensor, or of what autocast casts it to."""
         # Before the product: recomputation ends in the last one, as soon as it has what it was for.
         self.note_weight(tensor, part, name)
-        self._operand = tensor, part, name
-        try:
+        with replaced(self, _operand=(tensor, part, name)):
             yield
-        finally:
-            self._operand = None
 
     def _note_cast(self, source: torch.Tensor, cast: torch.Tensor) -> None:
         """The operand of the product that runs may be cast: then not it is kept for the gradient, but its copy."""

@@ -238,8 +238,7 @@ class Walk:
         self._contexts = selective_contexts if selective else noop_context_fn
         self._view, self._given, self._repeating = view, given, repeating
         self._shared: dict[int, Dims] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._behind = ExitStack()
+        self._hooks, self._behind = ExitStack(), ExitStack()
         self._backward_part = len(blocks) + 1
         self._is_forward = True
 
@@ -247,13 +246,11 @@ class Walk:
     def step(self) -> Iterator[None]:
         """Forward and backward of one step happen inside."""
         try:
-            with intercepted(self._blocks, self._block), self._behind:
+            with self._hooks, intercepted(self._blocks, self._block), self._behind:
                 if not self._blocks:
                     self._let_users_recompute()
                 yield
         finally:
-            for hook in self._hooks:
-                hook.remove()
             self.answers.clear()
 
     def begin_backward(self) -> None:
@@ -329,7 +326,7 @@ class Walk:
         for slot, leaf in enumerate(tensors):
             self._given(leaf, part + 1, False, slot)
             if leaf.requires_grad:
-                self._hooks.append(leaf.register_hook(partial(arrived, slot)))  # type: ignore[no-untyped-call]
+                self._hooks.enter_context(leaf.register_hook(partial(arrived, slot)))  # type: ignore[no-untyped-call]
 
 
 def _signature(leaf: Any) -> object:
