@@ -5,7 +5,7 @@ allocator holds for them; *device total*, with everything that is outside of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from lightning_mist.estimate.host_need import HostNeed
@@ -156,17 +156,12 @@ class MemoryEstimate:
 
         What is offloaded has to be within what it may take of its node, and is tight within what the node has.
         """
-        return self._verdict(self.memory_limit)
+        return max(self.device_verdict, self._host_verdict(), key=VERDICTS.index)
 
     @property
     def device_verdict(self) -> Verdict:
         """The verdict about devices alone, whatever their hosts have."""
-        return self._device_verdict(self.memory_limit)
-
-    def _verdict(self, limit: int) -> Verdict:
-        return max(self._device_verdict(limit), self._host_verdict(), key=VERDICTS.index)
-
-    def _device_verdict(self, limit: int) -> Verdict:
+        limit = self.memory_limit
         found = [
             verdict_of(stage.device_total, limit if stage.limit is None else min(limit, stage.limit), stage.least)
             for stage in self.stages
@@ -192,7 +187,8 @@ class MemoryEstimate:
         Raises:
             ValueError: If it is not a size.
         """
-        return self._verdict(self.memory_limit if memory_limit is None else parse_bytes(memory_limit)) == "fits"
+        limit = self.memory_limit if memory_limit is None else parse_bytes(memory_limit)
+        return replace(self, memory_limit=limit).verdict == "fits"
 
     def subject(self) -> str:
         """What is estimated, in one line."""
