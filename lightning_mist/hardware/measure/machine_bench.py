@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.optimize import nnls
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
@@ -242,8 +244,6 @@ def _name(dtype: torch.dtype) -> str:
 #
 # minimise over a >= 0, b > 0: sum_i ((a + b p_i - t_i) / t_i)^2
 #
-# Two unknowns: the normal equations are solved in closed form; if they give a < 0 the constrained optimum has a = 0.
-#
 # A smaller message cannot take longer than a larger one. Where it was measured so it was disturbed, by another process
 # on its core say, and the larger one's time stands in for it in the fit; the spread is that of the times as measured.
 
@@ -376,26 +376,17 @@ def fit_collective(
     Raises:
         ProfileError: If the time does not grow with the payload.
     """
-    smooth = list(seconds)
-    for index in range(len(smooth) - 2, -1, -1):
-        smooth[index] = min(smooth[index], smooth[index + 1])
-    weights = [1 / second**2 for second in smooth]
-    w = sum(weights)
-    wp = sum(weight * p for weight, p in zip(weights, payloads, strict=True))
-    wt = sum(weight * t for weight, t in zip(weights, smooth, strict=True))
-    wpp = sum(weight * p * p for weight, p in zip(weights, payloads, strict=True))
-    wpt = sum(weight * p * t for weight, p, t in zip(weights, payloads, smooth, strict=True))
-    determinant = w * wpp - wp * wp
-    slope = (w * wpt - wp * wt) / determinant if determinant > 0 else 0.0
-    latency = (wt - slope * wp) / w
-    if latency < 0:
-        latency, slope = 0.0, wpt / wpp
-    if slope <= 0:
+    smooth = np.minimum.accumulate(np.array(seconds)[::-1])[::-1]
+    if smooth[0] == smooth[-1]:
         raise ProfileError(
             f"{operation} among {group_size} ranks takes {seconds[0]:.2e} s for {format_bytes(payloads[0])} and "
             f"{seconds[-1]:.2e} s for {format_bytes(payloads[-1])}: time must grow with the payload; measure again "
             "when the machine is idle"
         )
+    # Payloads as parts of the largest, so that both unknowns are seconds.
+    lines = np.stack([np.ones(len(payloads)), np.array(payloads) / payloads[-1]], 1) / smooth[:, None]
+    latency, largest = map(float, nnls(lines, np.ones(len(payloads)))[0])
+    slope = largest / payloads[-1]
     residuals = [(latency + slope * p - t) / t for p, t in zip(payloads, seconds, strict=True)]
     return CollectiveCost(
         operation=operation,
