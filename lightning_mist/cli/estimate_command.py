@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import open_cluster, precision_of
+from lightning_mist.cli.html_output import check_drawn
 from lightning_mist.cli.network import NetworkOptions, closed_network, describe_network
 from lightning_mist.cli.output import answer, display, say
 from lightning_mist.errors import PlanError, TraceError
@@ -306,13 +307,11 @@ def _could_share(estimator: "Estimator") -> bool:
 
 def _check_picture(path: str | None, sweep: str | None) -> None:
     """Refuse a picture that could not be drawn, before anything takes time."""
-    from lightning_mist.estimate import check_picture
-
     if path is None:
         return
     if sweep is not None:
         raise ValueError(f"--picture {path} with --sweep: one picture shows one plan; leave one or the other out")
-    check_picture(path)
+    check_drawn("picture", path)
 
 
 def _print_sweep(points: list["SweepPoint"], as_json: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
@@ -24,16 +24,26 @@ if TYPE_CHECKING:
     from lightning_mist.tuner import Planner, TuneResult
 
 
-def check_html(path: str) -> None:
-    """Refuse a page that cannot be written, before anything has been computed for it.
+FORMATS = (".png", ".pdf", ".svg")
+"""Kinds of pictures that can be drawn."""
+
+
+def check_drawn(what: Literal["picture", "report"], path: str) -> None:
+    """Refuse a picture, or a page with pictures, that cannot be written, before anything has been computed for it.
 
     Raises:
-        ValueError: If its folder is not there, it is a folder, or matplotlib is not installed.
+        ValueError: If it is of no kind that can be drawn, its folder is not there, it is a folder, or matplotlib is not
+            installed.
     """
-    from lightning_mist.estimate import check_matplotlib
-
-    check_target("report", path, "report.html")
-    check_matplotlib(f"report {path!r}")
+    if what == "picture" and Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"picture {path!r}: write a name that ends in {', '.join(FORMATS)}")
+    check_target(what, path, "report.html" if what == "report" else "picture.png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{what} {path!r} needs matplotlib: pip install 'lightning-mist[pictures]', or leave it out"
+        ) from error
 
 
 def check_target(what: str, path: str, example: str) -> None:

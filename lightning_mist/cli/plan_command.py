@@ -17,7 +17,7 @@ from lightning_mist.cli.cluster_input import (
 )
 from lightning_mist.cli.html_output import (
     FoundPlan,
-    check_html,
+    check_drawn,
     check_target,
     comparison_json,
     print_comparison,
@@ -94,7 +94,7 @@ def plan(*, network: NetworkOptions, request: PlanCommandRequest, options: Searc
         options: Which plans are looked at.
     """
     if request.html is not None:
-        check_html(request.html)
+        check_drawn("report", request.html)
     if request.out is not None:
         check_target("plan file", request.out, "plan.json")
     seconds = request.explain_seconds

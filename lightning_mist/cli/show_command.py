@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_mist.cli.html_output import check_html
+from lightning_mist.cli.html_output import check_drawn
 from lightning_mist.cli.output import answer, display, print_json, say
 from lightning_mist.plan import Plan, describe_changes, load, render
 from lightning_mist.plan.plan_tables import ranges
@@ -45,8 +45,9 @@ def show(
     if limit is not None and memory is None and html is None:
         raise ValueError(f"memory_limit = {memory_limit!r}: it is drawn beside bytes; give --memory memory.png too")
     if html is not None:
-        check_html(html)
-    _check(None if timeline is None or timeline.endswith(_TRACE) else timeline, memory)
+        check_drawn("report", html)
+    for path in filter(None, (None if timeline is None or timeline.endswith(_TRACE) else timeline, memory)):
+        check_drawn("picture", path)
     if json:
         print_json(first, **({} if changes is None else {"changes": changes.splitlines()}))
     else:
@@ -64,14 +65,6 @@ def show(
 
 def _print_below(text: str) -> None:
     answer(f"\n{text}")
-
-
-def _check(*paths: str | None) -> None:
-    """Refuse pictures that cannot be drawn, before anything is shown."""
-    for path in filter(None, paths):
-        from lightning_mist.estimate import check_picture
-
-        check_picture(path)
 
 
 def _draw_timeline(plan: Plan, path: str) -> str:

@@ -10,7 +10,7 @@ from lightning_mist.estimate.estimate_data import WORDS, MemoryEstimate, StageEs
 from lightning_mist.estimate.estimate_sweep import SweepPoint, combinations, parse_sweep, render_sweep, sweep_to_json
 from lightning_mist.estimate.estimate_table import render_estimate
 from lightning_mist.estimate.memory_curve import MemoryCurve, memory_curves
-from lightning_mist.estimate.picture import COLORS, check_matplotlib, check_picture, draw_memory
+from lightning_mist.estimate.picture import COLORS, draw_memory
 from lightning_mist.estimate.plan_estimate import estimate_plan, estimate_prediction, limit_of
 from lightning_mist.estimate.stage_estimates import Estimator, stage_device
 from lightning_mist.estimate.uncertainty import Interval

@@ -9,7 +9,6 @@ Array axes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,6 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.estimate.estimate_data import WORDS, MemoryEstimate, StageEstimate
 from lightning_mist.estimate.replay import Replay
 from lightning_mist.schedule import Action, ActionKind
-
-FORMATS = (".png", ".pdf", ".svg")
-"""Kinds of files that can be drawn."""
 
 MOST_STAGES = 4
 """Stages in one picture: the one that needs most, the first, the last, and those after the first."""
@@ -107,28 +103,6 @@ def _width(text: str) -> tuple[float, str]:
         return _OTHER_WIDTH, ""
     microbatch = "" if action.microbatch is None else str(action.microbatch)
     return _WIDTHS[action.kind], "step" if action.kind is ActionKind.OPTIMIZER_STEP else action.kind.value + microbatch
-
-
-def check_picture(path: str) -> None:
-    """Refuse a file that cannot be drawn, before anything has been computed for it.
-
-    Raises:
-        ValueError: If the kind of file is not known, its folder is not there, or matplotlib is not installed.
-    """
-    target = Path(path)
-    if target.suffix.lower() not in FORMATS:
-        raise ValueError(f"picture {path!r}: write a name that ends in {', '.join(FORMATS)}")
-    if not target.parent.is_dir():
-        raise ValueError(f"picture {path!r}: there is no folder {str(target.parent)!r}; make it first")
-    check_matplotlib(f"picture {path!r}")
-
-
-def check_matplotlib(what: str) -> None:
-    """Raise a ValueError about what matplotlib is to draw, if it is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"{what} needs matplotlib: pip install 'lightning-mist[pictures]', or leave it out") from error
 
 
 def draw_memory(estimate: MemoryEstimate, timelines: Sequence[MemoryTimeline], path: str) -> None:

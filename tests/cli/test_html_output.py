@@ -1,9 +1,11 @@
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 
 from lightning_mist.cli.html_output import (
+    check_drawn,
     check_target,
     command_of,
     comparison_json,
@@ -148,3 +150,13 @@ def test_json():
     assert found[2]["ratio"] == 2.0
     assert found[2]["not_executed"] == ["context_parallel_degree with tensor_parallel_degree"]
     assert (found[4]["plan"], found[4]["reason"]) == (None, "does not fit: needs 3 GiB of 2 GiB per device")
+
+
+def test_files_that_cannot_be_drawn_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"picture 'a.bmp': write a name that ends in .png, .pdf, .svg"):
+        check_drawn("picture", "a.bmp")
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_drawn("picture", str(tmp_path / "none" / "a.png"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"needs matplotlib: pip install 'lightning-mist\[pictures\]'"):
+        check_drawn("picture", str(tmp_path / "a.png"))

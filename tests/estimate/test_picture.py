@@ -1,4 +1,3 @@
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -6,7 +5,7 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate import Estimator, estimate_plan
-from lightning_mist.estimate.picture import MOST_STAGES, _shown, check_picture, draw_memory, timeline_of
+from lightning_mist.estimate.picture import MOST_STAGES, _shown, draw_memory, timeline_of
 from lightning_mist.estimate.replay.rank_replay import replay_plan
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import OffloadRatios, plan_of
@@ -36,7 +35,6 @@ def test_a_timeline_is_that_of_the_replay():
 
 @pytest.mark.parametrize("name", ["a.png", "b.svg"])
 def test_a_picture_is_drawn(tmp_path, name):
-    check_picture(str(tmp_path / name))
     known = estimator()
     draw_memory(estimate_plan(known, PLAN), known.timelines(PLAN), str(tmp_path / name))
     written = (tmp_path / name).read_bytes()
@@ -60,16 +58,6 @@ def test_what_is_not_known_is_not_drawn():
     assert estimator().timelines(offloading)
     with pytest.raises(PlanError, match="synthetic was described without its allocations"):
         estimator(network=spec(8)).timelines(PLAN)
-
-
-def test_files_that_cannot_be_drawn_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"picture 'a.bmp': write a name that ends in .png, .pdf, .svg"):
-        check_picture("a.bmp")
-    with pytest.raises(ValueError, match="there is no folder"):
-        check_picture(str(tmp_path / "none" / "a.png"))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"needs matplotlib: pip install 'lightning-mist\[pictures\]'"):
-        check_picture(str(tmp_path / "a.png"))
 
 
 def test_without_an_allocator_only_tensors_are_drawn(tmp_path):

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lightning_mist.cli.html_output import check_html
+from lightning_mist.cli.html_output import check_drawn
 from lightning_mist.cost import with_units
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.uncertainty import Interval
@@ -220,16 +220,16 @@ def test_headlines():
 
 def test_files(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
-    check_html(str(path))
+    check_drawn("report", str(path))
     path.write_text(render_report(Report(title="t", plan=predicted(2, 4))))
     assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     with pytest.raises(ValueError, match="there is no folder"):
-        check_html(str(tmp_path / "none" / "report.html"))
+        check_drawn("report", str(tmp_path / "none" / "report.html"))
     with pytest.raises(ValueError, match="is a folder"):
-        check_html(str(tmp_path))
+        check_drawn("report", str(tmp_path))
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"report '.*' needs matplotlib"):
-        check_html(str(path))
+        check_drawn("report", str(path))
 
 
 def test_sections_name_every_group():
