@@ -74,7 +74,7 @@ def factor_of(corrections: Iterable[Correction], term: Term) -> float:
     return next((item.factor for item in corrections if item.term == term), 1.0)
 
 
-def correction_of(term: Term, ratios: Sequence[float]) -> Correction:
+def correction_of(term: str, ratios: Sequence[float]) -> Correction:
     """What runs have taught of a kind of terms: measured over expected in each, the last run last."""
     return Correction(term=term, factor=median((1.0, *ratios[-RUNS:])), ratios=tuple(ratios[-RUNS:]))
 
@@ -192,12 +192,9 @@ def load_corrections(store: CorrectionStore) -> tuple[tuple[Correction, ...], st
 
 def _decode(data: dict[str, Any]) -> Correction:
     found: Correction = decode(Correction, data)
-    for term in TERMS:
-        if found.term == term:
-            break
-    else:
+    if found.term not in TERMS:
         raise ValueError(f"no predictions have the term {found.term!r}")
     is_sane = 0 < len(found.ratios) <= RUNS and all(BOUNDS[0] <= ratio <= BOUNDS[1] for ratio in found.ratios)
-    if not is_sane or found != correction_of(term, found.ratios):
+    if not is_sane or found != correction_of(found.term, found.ratios):
         raise ValueError(f"a factor of {found.factor} from runs that measured {found.ratios} times as much")
     return found
