@@ -40,22 +40,21 @@ Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class CountingGroup:
-    """Answers collectives with tensors of the right shape and no meaning; for costs traced on fake tensors.
+    """Answers collectives, as rank 0, with tensors of the right shape and no meaning; for costs on fake tensors.
 
     Attributes:
-        calls: Per call, in order: the operation and the bytes of the *whole* tensor: of the tensor reduced, of all
+        watcher: Told of every call its operation and the bytes of the *whole* tensor: of the tensor reduced, of all
             parts gathered, of all entries scattered.
-        watcher: Told of every call at once.
     """
 
-    def __init__(self, size: int, rank: int = 0, *, adds_later: bool = False) -> None:
-        self.size, self.rank, self.adds_later = size, rank, adds_later
-        self.calls: list[tuple[Operation, int]] = []
+    rank = 0
+
+    def __init__(self, size: int, *, adds_later: bool = False) -> None:
+        self.size, self.adds_later = size, adds_later
         self.watcher: Callable[[Operation, int], None] = lambda *_: None
 
     def _note(self, operation: Operation, tensor: Tensor, count: int = 1) -> None:
-        self.calls.append((operation, count * tensor.numel() * tensor.element_size()))
-        self.watcher(*self.calls[-1])
+        self.watcher(operation, count * tensor.numel() * tensor.element_size())
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """A tensor of the same shape."""

@@ -49,7 +49,7 @@ def test_parts_of_another_shape_are_refused():
 
 
 def test_presents_the_whole_shape():
-    context = SplitContext(CountingGroup(4, 1))
+    context = SplitContext(CountingGroup(4))
     local = torch.nn.Parameter(torch.zeros(12, 5))
     shown = present(local, FUSED, context)
     assert shown.shape == (48, 5)
