@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import hypot
-from typing import Literal, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lightning_mist.estimate.allocator import (
     MIB,
@@ -24,61 +24,38 @@ from lightning_mist.hardware.catalog import (
     workspace_bytes,
 )
 from lightning_mist.hardware.cluster import Cluster
-from lightning_mist.plan import ModuleMap, Plan, replica_ranks
-from lightning_mist.plan.mesh import make_mesh, process_groups
+from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan.mesh import process_groups
 from lightning_mist.plan.messages import MESSAGE_CHANNELS, message_pairs
 
-Purpose = Literal[
-    "Lightning",
-    "world",
-    "batches",
-    "data parallel",
-    "context parallel",
-    "tensor parallel",
-    "tied parameters",
-    "messages",
-]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Communicator:
+class Communicator(NamedTuple):
     """One NCCL communicator of a rank of a running plan.
 
     Each group has one from the start: Lightning binds the default group to the device, and then groups connect when
     they are made (``torch.distributed.init_process_group``, ``device_id``). Messages between stages have one for each
     direction of each pair of ranks. Groups for objects and host tensors use gloo and hold nothing.
-
-    Attributes:
-        purpose: What it is for. ``"Lightning"`` is the default group, for barriers and broadcasts of initial values.
     """
 
-    purpose: Purpose
     ranks: tuple[int, ...]
+    is_for_messages: bool = False
 
 
 def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Communicator, ...]:
     """Every communicator that a rank holds.
 
     Returns:
-        The communicators; groups of one rank have none. Equal groups of different purpose share one, but for the
-        default group and the pairs that send each other messages.
+        The communicators, first that of Lightning's default group; groups of one rank have none. Equal groups share
+        one, but for the default group and the pairs that send each other messages.
     """
-    mesh = make_mesh(plan, rank, module_map)
-    purposes: dict[tuple[int, ...], Purpose] = {tuple(range(plan.world_size)): "world"}
-    purposes.setdefault(replica_ranks(plan, mesh.replica), "batches")
-    for peers in (mesh.peers, mesh.shard_peers, mesh.replicate_peers):
-        purposes.setdefault(tuple(sorted(peers)), "data parallel")
-    purposes.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
-    purposes.setdefault(tuple(sorted(mesh.row_peers)), "context parallel")
     groups, pairs = _groups_of_ranks(plan, module_map)
-    found = [Communicator(purpose="Lightning", ranks=tuple(range(plan.world_size)))]
+    found = [tuple(range(plan.world_size))]
     if plan.data_parallel_size is not None:
         # What is logged is reduced over one rank of each loader.
         size = plan.world_size // plan.num_loaders
-        found.append(Communicator(purpose="Lightning", ranks=tuple(range(rank % size, plan.world_size, size))))
-    found += [Communicator(purpose=purposes.get(ranks, "tied parameters"), ranks=ranks) for ranks in groups[rank]]
-    found += [Communicator(purpose="messages", ranks=(min(pair), max(pair))) for pair in pairs.get(rank, ())]
-    return tuple(communicator for communicator in found if len(communicator.ranks) > 1)
+        found.append(tuple(range(rank % size, plan.world_size, size)))
+    messages = [Communicator(tuple(sorted(pair)), is_for_messages=True) for pair in pairs.get(rank, ())]
+    return (*(Communicator(ranks) for ranks in (*found, *groups[rank]) if len(ranks) > 1), *messages)
 
 
 _Groups: TypeAlias = dict[int, list[tuple[int, ...]]]
@@ -102,25 +79,22 @@ def communicators_by_degrees(plan: Plan, rank: int) -> tuple[Communicator, ...]:
     mesh = plan.stages[group].mesh
     place, tensor = mesh.devices.index(rank), mesh.tensor_parallel_degree
     shared = tensor * mesh.context_parallel_degree
-    first = place // tensor * tensor
+    first, index = place // tensor * tensor, place // tensor
     peers, count = mesh.devices[place % tensor :: tensor], mesh.shard_ranks
-    index = place // tensor
-    within = [peers[index // count * count :][:count], peers[index % count :: count]] if mesh.shard_degree else []
-    groups: tuple[tuple[Purpose, tuple[int, ...]], ...] = (
-        ("Lightning", tuple(range(plan.world_size))),
-        ("world", tuple(range(plan.world_size))),
-        ("data parallel", mesh.devices[place % tensor :: tensor] if mesh.context_parallel_degree > 1 else ()),
-        ("data parallel", mesh.devices[place % shared :: shared]),
-        *(("data parallel", ranks) for ranks in within),
-        ("context parallel", mesh.devices[place // shared * shared + place % tensor :: tensor][: shared // tensor]),
-        ("tensor parallel", mesh.devices[first : first + tensor]),
-    )
-    found = [Communicator(purpose=purpose, ranks=tuple(sorted(ranks))) for purpose, ranks in groups if len(ranks) > 1]
+    groups = [
+        *[tuple(range(plan.world_size))] * 2,  # Lightning's, and the plan's own
+        peers if mesh.context_parallel_degree > 1 else (),
+        mesh.devices[place % shared :: shared],
+        *([peers[index // count * count :][:count], peers[index % count :: count]] if mesh.shard_degree else ()),
+        mesh.devices[place // shared * shared + place % tensor :: tensor][: shared // tensor],
+        mesh.devices[first : first + tensor],
+    ]
+    found = [Communicator(tuple(sorted(ranks))) for ranks in groups if len(ranks) > 1]
     for other in (group - 1, group + 1):
         if 0 <= other < plan.num_groups:
             there = plan.stages[other].devices[min(place, len(plan.stages[other].devices) - 1)]
             # One for either direction of rank numbers.
-            found += [Communicator(purpose="messages", ranks=(min(rank, there), max(rank, there)))] * 2
+            found += [Communicator((min(rank, there), max(rank, there)), is_for_messages=True)] * 2
     return tuple(found)
 
 
@@ -161,15 +135,16 @@ def device_overheads(cluster: Cluster, communicators: tuple[Communicator, ...]) 
     alone = () if communicators else (alone_overhead(cluster.device.name),)
     return DeviceOverheads(
         context=context_overhead(cluster.device.name),
-        communicators=_sum((*(_held_by(each, cluster) for each in communicators), *alone)),
+        communicators=_sum(
+            tuple(
+                communicator_overhead(cluster, len(ranks), MESSAGE_CHANNELS if is_for_messages else None)
+                for ranks, is_for_messages in communicators
+            )
+            + alone
+        ),
         workspace_bytes=workspace_bytes(cluster.device.name),
         has_allocator=True,
     )
-
-
-def _held_by(communicator: Communicator, cluster: Cluster) -> Overhead:
-    channels = MESSAGE_CHANNELS if communicator.purpose == "messages" else None
-    return communicator_overhead(cluster, len(communicator.ranks), channels)
 
 
 def allocator_capacity(cluster: Cluster, overheads: DeviceOverheads) -> int:

@@ -95,27 +95,24 @@ def test_a_step_talks_over_just_these(llama: Any, name: str) -> None:
     batches = [make_batch(ROWS) for _ in range(plan.world_size)]
     for rank, heard in enumerate(listened(module, module_map, plan, batches)):
         found = communicators_of(plan, module_map, rank)
-        pairs = [item.ranks for item in found if item.purpose == "messages"]
-        groups = {item.ranks for item in found if item.purpose not in ("messages", "Lightning")}
+        pairs = [item.ranks for item in found if item.is_for_messages]
+        groups = {item.ranks for item in found[1:] if not item.is_for_messages}
         # One for each direction in which messages go, and no group that nothing needs.
         assert sorted(pairs) == sorted(tuple(sorted(pair)) for pair in heard.messages)
         assert groups == heard.groups
 
 
-def test_each_has_a_purpose() -> None:
+def test_every_group_has_one() -> None:
     plan = make_plan([1, 1], degrees=[2, 2], tensor=2)
     found = communicators_of(plan, make_map(2, tied=(0, 1), degrees=(2,)), 0)
     world = tuple(range(8))
+    # Lightning's, the plan's own, that of batches, of data- and of tensor-parallel ranks, and of tied parameters.
     assert found[:6] == (
-        Communicator(purpose="Lightning", ranks=world),
-        Communicator(purpose="world", ranks=world),
-        Communicator(purpose="batches", ranks=(0, 1, 4, 5)),
-        Communicator(purpose="data parallel", ranks=(0, 2)),
-        Communicator(purpose="tensor parallel", ranks=(0, 1)),
-        Communicator(purpose="tied parameters", ranks=(0, 4)),
+        *[Communicator(world)] * 2,
+        *map(Communicator, [(0, 1, 4, 5), (0, 2), (0, 1), (0, 4)]),
     )
     # The rank of the next stage that holds the same part of what crosses, in both directions.
-    assert [item.ranks for item in found[6:]] == [(0, 4), (0, 4)]
+    assert found[6:] == (Communicator((0, 4), is_for_messages=True),) * 2
 
 
 def test_one_process_has_none() -> None:
@@ -124,8 +121,8 @@ def test_one_process_has_none() -> None:
 
 def test_a_plan_that_mixes_batches_is_not_refused() -> None:
     plan = replace(make_plan([1, 1], rows=4), num_microbatches=1, global_batch_size=4)
-    purposes = [item.purpose for item in communicators_of(plan, make_map(2), 0)]
-    assert purposes == ["Lightning", "world", "messages", "messages"]
+    found = communicators_of(plan, make_map(2), 0)
+    assert [item.is_for_messages for item in found] == [False, False, True, True]
 
 
 def test_plans_that_are_not_executed_have_those_of_their_degrees():
@@ -134,11 +131,6 @@ def test_plans_that_are_not_executed_have_those_of_their_degrees():
     )
     found = communicators_by_degrees(plan, plan.stages[0].devices[3])
     devices = plan.stages[0].devices
-    by_purpose = {}
-    for item in found:
-        by_purpose.setdefault(item.purpose, []).append(item.ranks)
-    assert by_purpose["Lightning"] == by_purpose["world"] == [tuple(range(16))]
-    assert by_purpose["tensor parallel"] == [tuple(sorted(devices[2:4]))]
-    assert by_purpose["context parallel"] == [tuple(sorted(devices[1:4:2]))]
-    assert by_purpose["data parallel"] == [tuple(sorted(devices[1::2])), tuple(sorted(devices[3::4]))]
-    assert len(by_purpose["messages"]) == 2
+    expected = [devices[1::2], devices[3::4], devices[1:4:2], devices[2:4]]
+    assert found[:-2] == tuple(map(Communicator, [tuple(range(16))] * 2 + [tuple(sorted(each)) for each in expected]))
+    assert all(item.is_for_messages for item in found[-2:])

@@ -14,7 +14,7 @@ def cluster(name: str, kind: str = "cuda") -> Cluster:
     return Cluster(num_nodes=1, devices_per_node=4, device=Device(name=name, memory_bytes=22 * 2**30, kind=kind))
 
 
-GROUPS = (Communicator(purpose="world", ranks=(0, 1, 2, 3)), Communicator(purpose="messages", ranks=(0, 1)))
+GROUPS = (Communicator((0, 1, 2, 3)), Communicator((0, 1), is_for_messages=True))
 
 
 def test_context_and_communicators_add_up() -> None:
@@ -51,8 +51,8 @@ def test_workspaces_are_allocated_once_per_handle_and_stay() -> None:
 
 def test_messages_between_stages_hold_the_buffers_of_their_few_channels() -> None:
     machine = cluster("H100")
-    pair = Communicator(purpose="messages", ranks=(0, 8))
+    pair = Communicator((0, 8), is_for_messages=True)
     both = device_overheads(machine, (pair, pair)).communicators.expected
     assert both == 2 * MESSAGE_CHANNELS * 12 * MIB
-    whole = device_overheads(machine, (Communicator(purpose="data parallel", ranks=(0, 8)),)).communicators.expected
+    whole = device_overheads(machine, (Communicator((0, 8)),)).communicators.expected
     assert whole > 5 * both
