@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.operator_costs import seen_through
@@ -105,7 +106,8 @@ class Factored(Tensor):
         result = NotImplemented if found is None else found(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        return func(*_multiplied(args, name), **_multiplied(kwargs, name))
+        args, kwargs = tree_map_only(Factored, lambda matrix: matrix.plain(name), (args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -113,17 +115,6 @@ class Factored(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Factored({tuple(self.shape)})"
-
-
-def _multiplied(value: Any, use: str) -> Any:
-    """A nested value with factored matrices multiplied out."""
-    if isinstance(value, Factored):
-        return value.plain(use)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_multiplied(item, use) for item in value)
-    if isinstance(value, dict):
-        return {key: _multiplied(item, use) for key, item in value.items()}
-    return value
 
 
 _Rule = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
