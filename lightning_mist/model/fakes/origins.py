@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -45,6 +46,7 @@ _NETWORKS = frozenset(("lightning_mist.model.sources.reference_decoder",))
 """Modules of such packages that are networks themselves."""
 
 
+@cache
 def is_of_network(module: str) -> bool:
     """Whether code of a module is the user's, or that of a library which is no part of the machinery."""
     return module in _NETWORKS or module.partition(".")[0] not in _FOREIGN
@@ -62,7 +64,6 @@ class Origins:
         self._stack: list[str] = []
         self._nodes: dict[int, Origin] = {}
         self._last = NOWHERE
-        self._is_user: dict[str, bool] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -110,9 +111,7 @@ class Origins:
         frame = sys._getframe(1)
         while frame is not None:
             name = str(frame.f_globals.get("__name__"))
-            if name not in self._is_user:
-                self._is_user[name] = is_of_network(name)
-            if self._is_user[name]:
+            if is_of_network(name):
                 return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
             if frame.f_back is None or name == _RUNNER:
                 break
