@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mist.plan.calls import leaves_of
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.operands import bind, operand
 from lightning_mist.tensor_parallel.rank_streams import own_stream
 from lightning_mist.tensor_parallel.shard_layout import Layout, broadcast
-from lightning_mist.tensor_parallel.tensor import RULES, SplitTensor, leaves_of, rule, whole, wrap
+from lightning_mist.tensor_parallel.tensor import RULES, SplitTensor, rule, whole, wrap
 
 _ARITHMETIC = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "pow",
@@ -51,7 +52,7 @@ _IN_PLACE = (
 
 def common_layout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
     """How the result of broadcasting is shared out: like the largest split operand."""
-    tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
     main = max(
         (leaf.placement for leaf in tensors if isinstance(leaf, SplitTensor)), key=lambda found: prod(found.sizes)
     )

@@ -82,9 +82,12 @@ def _extremes(context: SplitContext, func: Callable[..., Any], args: tuple[Any, 
     return type(result)(tuple(wrap(value, reduced, context) for value in result))
 
 
-@rule("flip", "cumsum", "cumprod", "sort", "argsort", "softmin", "normalize", "cummax", "cummin", "logcumsumexp", "glu")
+@rule(
+    *("flip", "cumsum", "cumprod", "sort", "argsort", "softmin", "normalize", "cummax", "cummin", "logcumsumexp"),
+    *("glu", "topk"),
+)
 def _along(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = ("input", "p", "dim") if func.__name__ == "normalize" else ("input", "dim")
+    names = {"normalize": ("input", "p", "dim"), "topk": ("input", "k", "dim")}.get(func.__name__, ("input", "dim"))
     given = bind(names, args, kwargs, dim={"normalize": 1}.get(func.__name__, -1))
     dim = given.get("dims", given["dim"])
     if func.__name__ == "flip" and len(args) > 2:
@@ -102,15 +105,6 @@ def _as_whole(context: SplitContext, part: Tensor, layout: Layout) -> SplitTenso
     sizes = list(part.shape)
     sizes[layout.dim] *= context.degree
     return wrap(part, Layout(tuple(sizes), layout.dim, layout.outer), context)
-
-
-@rule("topk")
-def _topk(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    layout, dim = args[0].placement, bind(("input", "k", "dim"), args, kwargs, dim=-1)["dim"]
-    if layout.dim == dim % len(layout.sizes):
-        return NotImplemented
-    result = func(args[0].local, *args[1:], **kwargs)
-    return type(result)(tuple(_as_whole(context, value, layout) for value in result))
 
 
 @rule("softmax", "log_softmax")

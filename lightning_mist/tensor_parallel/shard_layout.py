@@ -218,7 +218,7 @@ def complete_index(items: Any, num_dims: int) -> tuple[Any, ...] | None:
     """
     items = items if isinstance(items, tuple) else (items,)
     lists = sum(_is_list(item) for item in items)
-    if not all(_is_basic(item) or _is_list(item) for item in items):
+    if not all(item is None or item is Ellipsis or type(item) in (slice, int) or _is_list(item) for item in items):
         return None
     if lists > 1 or (lists and any(type(item) is int for item in items)):
         return None
@@ -228,10 +228,6 @@ def complete_index(items: Any, num_dims: int) -> tuple[Any, ...] | None:
         return (*items, *rest)
     at = next(index for index, item in enumerate(items) if item is Ellipsis)
     return (*items[:at], *rest, *items[at + 1 :])
-
-
-def _is_basic(item: Any) -> bool:
-    return item is None or item is Ellipsis or isinstance(item, slice) or (type(item) is int)
 
 
 def _is_list(item: Any) -> bool:

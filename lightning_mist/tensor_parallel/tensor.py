@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_mist.attributes import SharedPatch, is_a, replaced
 from lightning_mist.errors import TraceError
+from lightning_mist.plan.calls import leaves_of
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.shard_layout import Layout
@@ -230,21 +231,12 @@ def check_no_function() -> None:
         )
 
 
-def leaves_of(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Arguments one by one, also those inside lists and tuples."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            yield from leaves_of(value, {})
-        else:
-            yield value
-
-
 def first_of(args: Iterable[Any], kwargs: dict[str, Any]) -> SplitTensor:
     """The first split tensor among arguments."""
     for value in args:
         if isinstance(value, SplitTensor):
             return value
-    return next(leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, SplitTensor))
+    return next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, SplitTensor))
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -267,7 +259,7 @@ def gather_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     writes = name in _WRITING_DUNDERS or (is_dunder and name.startswith("__i") and name[3:-2] in _IN_PLACE_OPERATORS)
     writes = writes or (not is_dunder and name.endswith("_")) or bool(kwargs.get("inplace"))
     written = (args[:1] if writes else ()) + (kwargs.get("out"),)
-    if any(isinstance(leaf, SplitTensor) for leaf in leaves_of(written, {})):
+    if any(isinstance(leaf, SplitTensor) for leaf in leaves_of(written)):
         raise TraceError(
             f"{name} writes into a tensor of shape {tuple(first_of(written, {}).shape)} of which every rank has a "
             "part: there is no rule for it. Use tensor_parallel_degree 1 for this layer, or write it out of place"
@@ -295,7 +287,7 @@ def functions_of_wholes() -> Iterator[None]:
     apply_, unwrap_ = Function.__dict__["apply"], torch._functorch.utils.unwrap_dead_wrappers
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        split = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, SplitTensor)]
+        split = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, SplitTensor)]
         if split:
             split[0].context.gathered[cls.__name__] += 1
             # Modes that watch the computation must see what its author wrote and nothing else.
