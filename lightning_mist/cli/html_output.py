@@ -81,7 +81,7 @@ def write_html(path: str, found: "FoundPlan", *, why: "Explanation", given: Mapp
         machine=(found.planner.cluster, profiles_of(found.planner.model)),
         explanation=why,
         comparison=found.compared or (),
-        comparison_notes=comparison_notes(found.compared, found.spec) if found.compared else (),
+        comparison_notes=comparison_notes(found.compared, found.planner.spec) if found.compared else (),
         frontier=frontier,
         estimate=found.estimate,
         inputs=inputs_of(given, found.plan),
@@ -167,11 +167,6 @@ class FoundPlan:
     precision_note: str = ""
 
     @property
-    def spec(self) -> "ModelSpec":
-        """The network."""
-        return self.planner.spec
-
-    @property
     def memory(self) -> str:
         """What it needs of devices, in sentences."""
         return memory_words(self.estimate)
@@ -179,9 +174,9 @@ class FoundPlan:
     @property
     def cautions(self) -> tuple[str, ...]:
         """What to know before the plan is used; the rest of the notes says where its numbers come from."""
-        split = split_notes(self.plan, self.spec.module_map)
-        precision = precision_notes(self.planner.cluster, self.spec.precision)
-        return (*self.restricted, *split, *precision, *self.spec.notes)
+        split = split_notes(self.plan, self.planner.spec.module_map)
+        precision = precision_notes(self.planner.cluster, self.planner.spec.precision)
+        return (*self.restricted, *split, *precision, *self.planner.spec.notes)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -211,7 +211,7 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
     if not explain:
         answer(short_text(found, main_reasons(why), width=min(SHORT_COLUMNS, terminal_width())))
         if found.compared is not None:
-            print_comparison(found.compared, found.spec)
+            print_comparison(found.compared, found.planner.spec)
         return
     show_text(_subject(found))
     show_text(f"plan: {recipe_of(found.plan)}")
@@ -221,7 +221,7 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
     answer()
     display(render_explanation, why)
     if found.compared is not None:
-        print_comparison(found.compared, found.spec)
+        print_comparison(found.compared, found.planner.spec)
     answer()
     display(
         render_sections,
@@ -282,7 +282,7 @@ def _item(name: str, text: str, width: int) -> list[str]:
 
 def _subject(found: FoundPlan) -> str:
     """What was asked for, in a line."""
-    spec, cluster = found.spec, found.planner.cluster
+    spec, cluster = found.planner.spec, found.planner.cluster
     parameters = dict(found.plan.fingerprint).get("num_parameters")
     size = "" if parameters is None else f" ({int(parameters):,} parameters)"
     rows = counted(found.plan.global_batch_size, "row")

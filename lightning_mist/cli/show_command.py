@@ -54,17 +54,13 @@ def show(
         display(render, first)
         if changes is not None:
             answer(f"\nfrom {plan} to {against}:\n{changes}")
-    tell: Callable[[str], None] = say if json else _print_below
+    tell: Callable[[str], None] = say if json else (lambda text: answer(f"\n{text}"))
     if timeline is not None:
         tell(_draw_timeline(first, timeline))
     if memory is not None:
         tell(_draw_memory(first, memory, limit))
     if html is not None:
         tell(_write_page(first, plan, html, limit))
-
-
-def _print_below(text: str) -> None:
-    answer(f"\n{text}")
 
 
 def _draw_timeline(plan: Plan, path: str) -> str:
