@@ -87,16 +87,14 @@ def kind_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ope
 # Works on real and on fake tensors alike, since only shapes are looked at.
 
 
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Two products per score: ``q k^T`` and ``p v``; a causal mask is not counted as saving, as torch does."""
-    batch, heads, length, width = map(int, query.shape)
-    return 2 * batch * heads * length * int(key.shape[2]) * (width + int(value.shape[3]))
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, backward: bool) -> int:
+    """Two products per score: ``q k^T`` and ``p v``; a causal mask is not counted as saving, as torch does.
 
-
-def _attention_backward_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Five products: scores again, and the gradients of value, probabilities, query and key."""
+    In backward five: scores again, and the gradients of value, probabilities, query and key.
+    """
     batch, heads, length, width = map(int, query.shape)
-    return 2 * batch * heads * length * int(key.shape[2]) * (3 * width + 2 * int(value.shape[3]))
+    of_width, of_value = (3, 2) if backward else (1, 1)
+    return 2 * batch * heads * length * int(key.shape[2]) * (of_width * width + of_value * int(value.shape[3]))
 
 
 # torch's registry has the CUDA kernels of fused attention but not the CPU's, and its own formulas refuse, in older
@@ -158,9 +156,9 @@ def flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     """Floating-point operations by torch's own formulas; a multiply-add is two, element-wise operators are none."""
     packet = operator._overloadpacket
     if packet.__name__ in _ATTENTION:
-        return _attention_flops(args[0], args[1], args[2])
+        return _attention_flops(*args[:3], backward=False)
     if packet.__name__.removesuffix("_backward") in _ATTENTION:
-        return _attention_backward_flops(args[1], args[2], args[3])
+        return _attention_flops(*args[1:4], backward=True)
     formula: Callable[..., Any] | None = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 

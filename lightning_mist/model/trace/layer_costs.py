@@ -186,7 +186,8 @@ def _found_again(basis: Basis, first: Way, ends: Sequence[StepCount]) -> tuple[C
     """The sizes of another way's allocations, by finding each among those of the plain one; ``None`` if one is not."""
     if any(len(run.storages) != len(ends[0].storages) for run in ends):
         return None
-    phases = zip(*map(_phases, (first.runs[0], ends[0], first.runs[-1], ends[-1])), strict=True)
+    runs = first.runs[0], ends[0], first.runs[-1], ends[-1]
+    phases = zip(*(run.forward + run.backward for run in runs), strict=True)
     if not all(_differ_alike(*four) for four in phases):
         return None
     grouped: dict[tuple[int, str], list[tuple[Storage, Coefficients]]] = defaultdict(list)
@@ -238,10 +239,6 @@ def places_among(some: Sequence[Work], work: Sequence[Work]) -> list[int] | None
             return None
         found.append(place)
     return found
-
-
-def _phases(run: StepCount) -> tuple[PhaseCount, ...]:
-    return run.forward + run.backward
 
 
 def _differ_alike(first: PhaseCount, other: PhaseCount, first_last: PhaseCount, other_last: PhaseCount) -> bool:
