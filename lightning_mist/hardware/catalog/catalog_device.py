@@ -93,16 +93,6 @@ def peak_flops_of(
     return tuple((name, tera * 1e12) for name, tera in teras.items() if tera is not None)
 
 
-def inside_link(gigabytes: float, floor: float) -> Link:
-    """What a device sends inside its node, in GB/s."""
-    return Link(bytes_per_second=gigabytes * GB, latency_seconds=floor)
-
-
-def network_link(gigabits: float, floor: float) -> Link:
-    """What a node sends, in Gbit/s."""
-    return Link(bytes_per_second=gigabits * GBIT, latency_seconds=floor)
-
-
 PCIE3, PCIE4, PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB
 """Sixteen lanes, one direction: 8, 16, 32 GT/s per lane, 128b/130b coding (PCI-SIG)."""
 
@@ -174,9 +164,9 @@ def board(
         peak_flops=flops,
         memory_bytes_per_second=bandwidth * GB,
         efficiencies=efficiencies,
-        intra_node=inside_link(pcie / GB if nvlink is None else nvlink, floor),
+        intra_node=Link(bytes_per_second=pcie if nvlink is None else nvlink * GB, latency_seconds=floor),
         intra_efficiency=shared if nvlink is None else NVLINK_EFFICIENCY,
-        inter_node=network_link(network, network_floor),
+        inter_node=Link(bytes_per_second=network * GBIT, latency_seconds=network_floor),
         inter_efficiency=NETWORK_EFFICIENCY,
         host_bytes_per_second=pcie if link is None else link * GB,
         host_efficiency=HOST_EFFICIENCY,

@@ -26,9 +26,10 @@ from math import log2
 from typing import Literal, get_args
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.catalog.catalog_device import GIB, PCIE5, CatalogDevice
+from lightning_mist.hardware.catalog.catalog_device import GIB, CatalogDevice
 from lightning_mist.hardware.catalog.devices import SOURCES, find_device
 from lightning_mist.hardware.catalog.interference_kinds import catalog_interference
+from lightning_mist.hardware.catalog.memory_overheads import has_nvlink
 from lightning_mist.hardware.catalog.rates import (
     AMPERE,
     CPU_KERNELS,
@@ -258,7 +259,7 @@ def collective_cost(
     if operation == "all_reduce":
         rate = max(rate, _reduced_by_switches(cluster, device, num_nodes, per_node))
     crossings = CROSSINGS[operation] * (size - 1) / size if operation in CROSSINGS else 1.0
-    fill = _fill_seconds(cluster, device, operation, num_nodes) if path.fills else 0.0
+    fill = _fill_seconds(cluster, operation, num_nodes) if path.fills else 0.0
     floor = path.floor
     if operation in ("all_gather", "reduce_scatter") and path.fills and not _in_domain(cluster, device, num_nodes):
         floor = max(floor, RING_STEP * (size - 1))
@@ -274,11 +275,7 @@ def collective_cost(
     )
 
 
-def _has_nvlink(cluster: Cluster, device: CatalogDevice) -> bool:
-    return (cluster.intra_node or device.intra_node).bytes_per_second > PCIE5
-
-
-def _fill_seconds(cluster: Cluster, device: CatalogDevice, operation: str, num_nodes: int) -> float:
+def _fill_seconds(cluster: Cluster, operation: str, num_nodes: int) -> float:
     """What large messages take beyond a floor and their rate.
 
     All-reduce is a reduction and a gathering one after the other. Inside: 8 H100, as at :data:`FILL_BYTES`, and 4 H100
@@ -289,7 +286,7 @@ def _fill_seconds(cluster: Cluster, device: CatalogDevice, operation: str, num_n
     if operation == "send_recv":
         return 0.0
     if num_nodes == 1:
-        return (6e-5 if operation == "all_reduce" else 2e-5) if _has_nvlink(cluster, device) else 2.5e-5
+        return (6e-5 if operation == "all_reduce" else 2e-5) if has_nvlink(cluster) else 2.5e-5
     return 1.5e-4 if operation == "all_reduce" else 6e-5
 
 
@@ -303,7 +300,7 @@ def _inside(cluster: Cluster, device: CatalogDevice, per_node: int) -> _Path:
     table = MEASURED.get(device.name)
     if cluster.intra_node is None and table is not None:
         gib_per_second, latency = table[1, _at_most(per_node, {2, 4, 8})]
-        is_fitted = not _has_nvlink(cluster, device)
+        is_fitted = not has_nvlink(cluster)
         return _Path(latency if is_fitted else link.latency_seconds, gib_per_second * GIB, not is_fitted)
     return _Path(link.latency_seconds, link.bytes_per_second * device.intra_efficiency, device.kind == "cuda")
 
@@ -341,7 +338,7 @@ def _networks(device: CatalogDevice) -> float:
 def _reduced_by_switches(cluster: Cluster, device: CatalogDevice, num_nodes: int, per_node: int) -> float:
     """All-reduce's rate where switches or trees make it faster than a ring; 0 where they do not."""
     part = SWITCHED_REDUCE.get(device.capability[0] if device.capability else 0)
-    if part is None or not _has_nvlink(cluster, device):
+    if part is None or not has_nvlink(cluster):
         return 0.0
     # Rates are of a payload that goes over twice; of rings, CROSSINGS knows how much more than twice it is.
     scale = CROSSINGS["all_reduce"] / 2

@@ -14,6 +14,7 @@ from lightning_mist.hardware.catalog.catalog_device import (
     DEVICES_PER_HOST,
     EFA_FLOOR,
     GB,
+    GBIT,
     GIB,
     GRACE_FLOOR,
     HOPPER_FLOOR,
@@ -28,12 +29,10 @@ from lightning_mist.hardware.catalog.catalog_device import (
     VOLTA_FLOOR,
     CatalogDevice,
     board,
-    inside_link,
-    network_link,
     peak_flops_of,
 )
 from lightning_mist.hardware.catalog.rates import EFFICIENCIES, RATE_SOURCES
-from lightning_mist.hardware.cluster import Cluster
+from lightning_mist.hardware.cluster import Cluster, Link
 
 SOURCES = {
     "datasheet": "NVIDIA data sheets and whitepapers of the device; dense rates, without structured sparsity",
@@ -250,9 +249,10 @@ DEVICES: tuple[CatalogDevice, ...] = (
         peak_flops=(("float32", 117e9), ("bfloat16", 490e9)),
         memory_bytes_per_second=20 * GB,
         efficiencies=EFFICIENCIES["cpu"],
-        intra_node=inside_link(2.4, 1.5e-4),
+        intra_node=Link(bytes_per_second=2.4 * GB, latency_seconds=1.5e-4),
         intra_efficiency=1.0,
-        inter_node=network_link(10, 1.95e-3),  # as TCP between nodes fits large messages (mist)
+        # As TCP between nodes fits large messages (mist).
+        inter_node=Link(bytes_per_second=10 * GBIT, latency_seconds=1.95e-3),
         inter_efficiency=NETWORK_EFFICIENCY,
         host_bytes_per_second=0.0,
         host_efficiency=0.0,
