@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from lightning_mist.estimate.host_need import HostNeed
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.plan import Plan
 from lightning_mist.units import format_bytes, parse_bytes
@@ -37,6 +36,21 @@ WORDS = {
     "communicator_bytes": "communicators",
 }
 """Terms in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNeed:
+    """The node on which offload takes most of what it may.
+
+    Attributes:
+        bytes: What all of its processes hold there together.
+        usable: Bytes that offload may take of the node; what is beyond is for the system and the processes themselves.
+        there: Bytes that the node has in all.
+    """
+
+    bytes: int
+    usable: int
+    there: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

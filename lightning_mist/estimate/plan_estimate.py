@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 from lightning_mist.cost.memory import TERMS, StageMemory
 from lightning_mist.errors import PlanError
-from lightning_mist.estimate.estimate_data import Change, MemoryEstimate, StageEstimate, verdict_of, worst_of
-from lightning_mist.estimate.host_need import HostNeed, host_need
+from lightning_mist.estimate.estimate_data import Change, HostNeed, MemoryEstimate, StageEstimate, verdict_of, worst_of
 from lightning_mist.estimate.stage_estimates import (
     Estimator,
     Replaying,
@@ -18,7 +17,7 @@ from lightning_mist.estimate.stage_estimates import (
     what_is_not_run,
 )
 from lightning_mist.estimate.uncertainty import Interval
-from lightning_mist.hardware import AnyCluster, Cluster, single
+from lightning_mist.hardware import AnyCluster, Cluster, host_memory, single, usable_host_bytes
 from lightning_mist.plan import Feature, ModuleMap, Plan, PredictedStage, plan_of
 from lightning_mist.plan.changes import OFFLOADS, RECOMPUTATION, ZERO, with_microbatches
 from lightning_mist.units import format_bytes, parse_bytes
@@ -47,13 +46,31 @@ def estimate_plan(
         stages=stages,
         source=estimator.source,
         changes=changes_that_fit(estimator, plan) if advises else (),
-        host=_host_need(cluster, plan, stages),
+        host=host_need(cluster, plan, stages),
         notes=(*spec.notes, *what_is_not_run(plan), *_flush_notes(stages, limit)),
     )
 
 
-def _host_need(cluster: AnyCluster, plan: Plan, stages: Sequence[StageEstimate]) -> HostNeed | None:
-    return host_need(cluster, plan, {group: stages[group].host_bytes for group in range(plan.num_groups)})
+def host_need(cluster: AnyCluster, plan: Plan, stages: Sequence[StageEstimate]) -> HostNeed | None:
+    """The node on which offload takes most of what it may.
+
+    None if none takes any, nothing is known of the hosts, or devices are CPUs, which offload into files.
+    """
+    if cluster.kind != "cuda":
+        return None
+    nodes: dict[tuple[int, int], int] = {}
+    for group in range(plan.num_groups):
+        held = stages[group].host_bytes
+        for rank in plan.stages[group].devices if held else ():
+            part = cluster.part_of(rank)
+            node = part, (rank - cluster.offsets[part]) // cluster.parts[part].devices_per_node
+            nodes[node] = nodes.get(node, 0) + held
+    found = []
+    for (index, _), nbytes in nodes.items():
+        there, usable = host_memory(cluster.parts[index]), usable_host_bytes(cluster.parts[index])
+        if there is not None:
+            found.append(HostNeed(bytes=nbytes, usable=int(usable), there=there))
+    return max(found, key=lambda need: need.bytes / max(need.usable, 1), default=None)
 
 
 def limit_of(cluster: Cluster, memory_limit: str | int | None) -> int:
@@ -111,7 +128,7 @@ def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: AnyCluster, 
         optimizer="its optimizer",
         stages=stages,
         source="the plan's own prediction",
-        host=_host_need(cluster, plan, stages),
+        host=host_need(cluster, plan, stages),
         notes=what_is_not_run(plan),
     )
 
