@@ -12,6 +12,7 @@ happened: the stage that computes what comes after the last block has the real v
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,6 @@ from lightning_mist.model.fakes import (
     fake_like,
     fake_parameters,
     find_obstacle,
-    intercepted,
     quiet_fakes,
     state_of,
     storage_of,
@@ -38,6 +38,7 @@ from lightning_mist.model.fakes import (
 from lightning_mist.model.user_code import Generators, ModuleState, unchanged
 from lightning_mist.plan.calls import (
     block_value,
+    intercepted,
     is_simple,
     leaves_of,
     occurrence,
@@ -396,7 +397,7 @@ class StepRecorder(TorchFunctionMode):
         if is_written and mean is not None and address_of(mean) in self._buffers:
             self.record.buffers.setdefault(self._buffers[address_of(mean)], user_line())
 
-    def call_block(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_block(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a block's ``forward`` and record entry, output and exit."""
         if self._inside is not None:
             outer = self.record.order[self._inside]
@@ -569,12 +570,9 @@ def _run(
 ) -> str:
     blocks = [module.get_submodule(name) for name in candidates]
 
-    def watched(position: int, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return recorder.call_block(candidates[position], forward, args, kwargs)
-
     try:
         recorder.know(batch_tensors(batch))
-        with intercepted(blocks, watched), recorder:
+        with intercepted(blocks, lambda at, forward: partial(recorder.call_block, candidates[at], forward)), recorder:
             output = call(batch)
         recorder.finish((output, kept()))
     except (Exception, Refused) as error:

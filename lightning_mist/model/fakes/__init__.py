@@ -21,7 +21,7 @@ from lightning_mist.model.fakes.fake_modules import (
     storage_of,
     thin,
 )
-from lightning_mist.model.fakes.isolate import fake_parameters, intercepted, isolated, substitute_parameters
+from lightning_mist.model.fakes.isolate import fake_parameters, isolated, substitute_parameters
 from lightning_mist.model.fakes.origins import (
     NOWHERE,
     Guesses,

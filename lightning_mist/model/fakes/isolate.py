@@ -1,8 +1,7 @@
 """Run a user's step without leaving a trace in the module: all but gradients, which the caller keeps, comes back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -10,14 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.fakes.fake_modules import form_of, parameter_slots, renew_flat_weights
 from lightning_mist.model.user_code import unchanged
-from lightning_mist.plan import calls
 from lightning_mist.recomputation import neutral_checkpointing
 from lightning_mist.tensors import substitute
 
 _HOST = torch.device("cpu")
-
-Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called instead of a block with its position, what runs it, and its arguments."""
 
 
 @contextmanager
@@ -73,12 +68,3 @@ def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[
     slots = [(name, attribute) for name, _, attribute, _ in parameter_slots(module)]
     fakes = substitute_parameters(module, mode, dict(zip(slots, slots, strict=True)), torch.device("meta"))
     return {id(fake): slot for fake, slot in zip(fakes, slots, strict=True)}
-
-
-def intercepted(blocks: Sequence[nn.Module], handler: Handler) -> AbstractContextManager[None]:
-    """Let ``handler`` be called instead of each block, inside :func:`isolated` only."""
-
-    def wrap(position: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: handler(position, original, args, kwargs)
-
-    return calls.intercepted(blocks, wrap)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import convert, intercepted, isolated, put, resize_batch, slots_of, thin
+from lightning_mist.model.fakes import convert, isolated, put, resize_batch, slots_of, thin
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.trace import Kinds, group, imitate, module_key, record_answer
-from lightning_mist.plan.calls import call_signature, without_caches
+from lightning_mist.plan.calls import call_signature, intercepted, without_caches
 from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch, is_hollow, sequence_length
 from lightning_mist.without_values import BlockAnswer
 
@@ -83,7 +84,7 @@ def _call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ..
     keys: dict[int, Hashable] = {}
     examples: dict[Hashable, BlockCall] = {}
 
-    def handler(position: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(position: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = without_caches(args, kwargs)
         leaves = tree_flatten((args, kwargs))[0]
         key = (module_key(blocks[position]), call_signature(leaves))
@@ -102,7 +103,8 @@ def _call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ..
     with isolated(module), valued(module, batch) as parameters:
         torch.manual_seed(0)
         # Blocks that others answer for do not run; the first of every kind does, its hollow layers aside.
-        with intercepted(blocks, handler), torch.enable_grad(), _HollowLinears(parameters), suppress(_Over):
+        handled = intercepted(blocks, lambda *called: partial(handler, *called))
+        with handled, torch.enable_grad(), _HollowLinears(parameters), suppress(_Over):
             call(copy_batch(batch, with_tensors=True))
     if len(keys) < len(blocks):
         raise TraceError(f"the step called {len(keys)} of {len(blocks)} blocks")

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -23,7 +24,6 @@ from lightning_mist.model.fakes import (
     convert,
     convert_batch,
     convert_plain_tensors,
-    intercepted,
     isolated,
     slots_of,
 )
@@ -49,7 +49,7 @@ from lightning_mist.model.split.split_check import (
     without_hooks,
 )
 from lightning_mist.model.trace import echo, loss_of
-from lightning_mist.plan.calls import block_value, without_caches
+from lightning_mist.plan.calls import block_value, intercepted, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.plan.tensor_split import MOST_STRIPES, ParameterSplit, SequenceSplit, TensorSplit
 from lightning_mist.tensor_parallel import SplitContext, enter_sequence, leaving
@@ -180,7 +180,7 @@ def _as_given(position: int, args: Any, kwargs: Any) -> Any:
 def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer: bool) -> Callable[..., Any]:
     """Changes the arguments of blocks, and answers for them unless they are to run."""
 
-    def handler(position: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(position: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = enter(position, *without_caches(args, kwargs))
         if not answer:
             return forward(*args, **kwargs)
@@ -189,7 +189,7 @@ def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer
             raise TypeError(f"{type(example.block).__name__} returns what cannot be described")
         return echo(example.answer, args, kwargs, example.hidden)
 
-    return handler
+    return lambda *called: partial(handler, *called)
 
 
 _CONFIRMED_ENTRIES = 2**22

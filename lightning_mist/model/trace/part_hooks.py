@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import is_compiled_block
-from lightning_mist.model.fakes import intercepted, parameter_slots, put
+from lightning_mist.model.fakes import parameter_slots, put
 from lightning_mist.plan import ModuleMap, SequenceSplit, TensorSplit
-from lightning_mist.plan.calls import without_caches
+from lightning_mist.plan.calls import intercepted, without_caches
 from lightning_mist.recomputation import OwnFunction, selective_contexts, users_checkpoints
 from lightning_mist.tensor_parallel import (
     CountingGroup,
@@ -246,7 +246,7 @@ class Walk:
     def step(self) -> Iterator[None]:
         """Forward and backward of one step happen inside."""
         try:
-            with self._hooks, intercepted(self._blocks, self._block), self._behind:
+            with self._hooks, intercepted(self._blocks, lambda *called: partial(self._block, *called)), self._behind:
                 if not self._blocks:
                     self._let_users_recompute()
                 yield
@@ -259,7 +259,7 @@ class Walk:
         self._behind.close()
         self._enter(len(self._blocks) + 1 if self._blocks else 0, True)
 
-    def _block(self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _block(self, position: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not self._is_forward:
             return original(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -5,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.model.cuts.recorder import Refused, StepRecorder
 from lightning_mist.model.fakes.fake_modules import address_of
-from lightning_mist.model.fakes.isolate import fake_parameters, intercepted
-from lightning_mist.plan.calls import block_value, is_block_value
+from lightning_mist.model.fakes.isolate import fake_parameters
+from lightning_mist.plan.calls import block_value, intercepted, is_block_value
 
 A, B = "blocks.0", "blocks.1"
 
@@ -39,7 +41,7 @@ class Run:
         x = torch.ones(2, 3)
         self.recorder.know([x])
         blocks = [self.net.get_submodule(name) for name in (A, B)]
-        with intercepted(blocks, lambda at, *call: self.recorder.call_block((A, B)[at], *call)), self.recorder:
+        with intercepted(blocks, lambda at, run: partial(self.recorder.call_block, (A, B)[at], run)), self.recorder:
             output = step(self.net, x)
         return self.recorder.finish(output)
 

@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import pytest
@@ -6,7 +7,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes.isolate import intercepted
 from lightning_mist.model.trace.part_hooks import (
     RankView,
     Walk,
@@ -18,6 +18,7 @@ from lightning_mist.model.trace.part_hooks import (
     record_answer,
 )
 from lightning_mist.plan import ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
+from lightning_mist.plan.calls import intercepted
 from lightning_mist.tensor_parallel import SplitTensor
 
 
@@ -203,13 +204,13 @@ def test_blocks_are_intercepted_and_let_go() -> None:
     blocks[1].__dict__["forward"] = own
     seen = []
 
-    def handler(position: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(position: int, original: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(position)
         return original(*args, **kwargs)
 
     x = torch.ones(1, 2)
     plain = blocks[1](blocks[0](x))
-    with intercepted(blocks, handler):
+    with intercepted(blocks, lambda *called: partial(handler, *called)):
         assert torch.equal(blocks[1](blocks[0](x)), plain)
     assert seen == [0, 1]
     assert "forward" not in vars(blocks[0])
