@@ -20,7 +20,6 @@ make them void. A file that cannot be used is ignored with a sentence that says 
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
@@ -139,18 +138,14 @@ class CorrectionStore:
 
 def correction_store(directory: Path, cluster: Cluster, precision: str, profile: HardwareProfile) -> CorrectionStore:
     """Where corrections of a profile of the machine at hand are kept."""
-    name = profile_path(directory, cluster).name.replace("profile-", f"corrections-{_plain(precision)}-", 1)
     key = {
         **profile_key(cluster),
         "precision": precision,
         "profile": profile.source,
         "lightning-mist": version("lightning-mist"),
     }
-    return CorrectionStore(path=directory / name, key=tuple(sorted(key.items())))
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", text)
+    path = profile_path(directory, cluster, f"corrections-{precision}")
+    return CorrectionStore(path=path, key=tuple(sorted(key.items())))
 
 
 def save_corrections(store: CorrectionStore, corrections: Sequence[Correction]) -> None:

@@ -46,12 +46,12 @@ def profile_key(cluster: Cluster) -> dict[str, str]:
     }
 
 
-def profile_path(directory: Path, cluster: Cluster) -> Path:
-    """The cache file of the machine at hand."""
+def profile_path(directory: Path, cluster: Cluster, kind: str = "profile") -> Path:
+    """The cache file of the machine at hand, for its profile or what else is kept of it."""
     key = profile_key(cluster)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    name = f"{cluster.num_nodes}x{cluster.devices_per_node}x{cluster.device.name}"
-    return directory / f"profile-{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}-{digest}.json"
+    name = f"{kind}-{cluster.num_nodes}x{cluster.devices_per_node}x{cluster.device.name}-{digest}.json"
+    return directory / re.sub(r"[^A-Za-z0-9.-]+", "-", name)
 
 
 def save_profile(profile: HardwareProfile, directory: Path, cluster: Cluster) -> Path:
