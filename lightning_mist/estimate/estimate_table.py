@@ -31,7 +31,7 @@ def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool =
     console.print(estimate.headline(), style=_COLORS[estimate.verdict])
     console.print(f"\n{estimate.subject()}")
     per_table = max(1, (width - _FIRST_COLUMN) // _COLUMN)
-    groups = _groups(estimate)
+    groups = estimate.stages[: estimate.plan.num_groups]
     for first in range(0, len(groups), per_table):
         console.print(_stage_table(estimate, groups[first : first + per_table]))
     worst = estimate.worst
@@ -50,12 +50,7 @@ def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool =
     return console.text
 
 
-def _groups(estimate: MemoryEstimate) -> list[StageEstimate]:
-    """One stage for each group of devices."""
-    return list(estimate.stages[: estimate.plan.num_groups])
-
-
-def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table:
+def _stage_table(estimate: MemoryEstimate, stages: Sequence[StageEstimate]) -> Table:
     plan = estimate.plan
     table = Table(title="bytes of the most loaded device", title_justify="left", title_style="bold")
     table.add_column("", no_wrap=True)
