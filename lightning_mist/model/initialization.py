@@ -479,11 +479,6 @@ def load_hollow(module: nn.Module, state: Mapping[str, Any], *, strict: bool) ->
             parameter.data.copy_(loaded.data)
 
 
-def _form(block: nn.Module) -> Any:
-    """Equal for blocks whose parameters may stand in for one another."""
-    return module_key(block), tuple(name for name, _ in block.named_modules())
-
-
 @contextmanager
 def blocks_alike(
     module: nn.Module, blocks: Sequence[str], parameters: Iterable[nn.Parameter] | None = None
@@ -491,7 +486,8 @@ def blocks_alike(
     """Inside, blocks of one form all use the parameters of the first of them, and so make its gradients only."""
     found = [module.get_submodule(name) for name in blocks]
     firsts: dict[Any, nn.Module] = {}
-    pairs = [(block, firsts.setdefault(_form(block), block)) for block in found]
+    forms = [(module_key(block), tuple(name for name, _ in block.named_modules())) for block in found]
+    pairs = [(block, firsts.setdefault(form, block)) for block, form in zip(found, forms, strict=True)]
     replaceable = {id(parameter) for parameter in (module.parameters() if parameters is None else parameters)}
     changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for block, first in pairs:

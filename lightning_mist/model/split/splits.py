@@ -115,7 +115,7 @@ def find_tables(
     with isolated(module), valued(module, calls.batch) as parameters:
         shown = {id(tensors): name for name, (tensors, _) in slots_of(module).items()}
         mode = _Tables({key: tensor for key, tensor in parameters.items() if key not in inside})
-        with intercepted(blocks, _handler(calls, _as_given, answer=answer)), torch.enable_grad(), mode:
+        with intercepted(blocks, _handler(calls, lambda _, *given: given, answer=answer)), torch.enable_grad(), mode:
             call(copy_batch(calls.batch, with_tensors=True))
     tables: dict[str, TokenTable] = {}
     for linear in mode.heads.values():
@@ -171,10 +171,6 @@ def prepare_glue(
                 yield
 
     return checked(values, room, run)
-
-
-def _as_given(position: int, args: Any, kwargs: Any) -> Any:
-    return args, kwargs
 
 
 def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer: bool) -> Callable[..., Any]:

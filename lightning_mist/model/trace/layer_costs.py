@@ -29,7 +29,6 @@ from lightning_mist.model.spec import (
     OperatorKind,
     PartEvents,
     Point,
-    Polynomial,
     Release,
     Role,
     SelectiveSpec,
@@ -558,7 +557,7 @@ class _Steps:
         if dies is not None and slot is None and (dies.part, dies.anchor) == (-1, "own") and twin is not None:
             dies, slot = self._dies(twin, part + 1)
         return Allocation(
-            size=self._polynomial(storage),
+            size=self._ways.basis.polynomial(self._sizes[id(storage)]),
             born=StepPoint(direction=direction, position=position),
             dies=dies,
             slot=slot,
@@ -570,9 +569,6 @@ class _Steps:
             line=storage.origin.line,
             dtype=storage.dtype,
         )
-
-    def _polynomial(self, storage: Storage) -> Polynomial:
-        return self._ways.basis.polynomial(self._sizes[id(storage)])
 
     def _dies(self, storage: Storage, part: int) -> tuple[StepPoint | None, int | None]:
         """When a storage dies, relative to the part that made it, and as which of the tensors given to another part."""

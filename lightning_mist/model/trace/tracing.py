@@ -88,10 +88,6 @@ class Step:
             context=self.context,
         )
 
-    def sized(self, basis: Basis) -> Callable[[Point], Any]:
-        """Makes the batch of a size."""
-        return partial(sized, self.batch, basis, resize=self.resize)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
@@ -395,7 +391,7 @@ def _run_ways(subject: Subject, basis: Basis, step: Step, blocks: Blocks) -> Way
     return run_ways(
         subject,
         basis,
-        step.sized(basis),
+        partial(sized, step.batch, basis, resize=step.resize),
         blocks.twins,
         recomputes=blocks.recomputes,
         selective=blocks.recomputes and blocks.selective_failure is None,
