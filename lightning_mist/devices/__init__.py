@@ -2,5 +2,5 @@
 
 from lightning_mist.devices.host import HostOps
 from lightning_mist.devices.lookup import ops_of, used_generators
-from lightning_mist.devices.ops import DeviceOps, MemoryUse, Observer
+from lightning_mist.devices.ops import DeviceOps, MemoryUse
 from lightning_mist.devices.transfer import Homeward, packed, read, to_device, unpacked

@@ -1,25 +1,17 @@
 """A CPU as a device: operators have run when their call returns, and streams are threads.
 
-Work on a stream runs later than it is asked for, in order, as on a device. Tests let it run later still, by random
-delays, and have an observer told what was asked for: whether anything but luck orders two uses of a tensor can be
-judged from that, whatever the delays were.
+Work on a stream runs later than it is asked for, in order, as on a device.
 """
 
 import itertools
 import queue
-import random
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from time import perf_counter, sleep
+from time import perf_counter
 
 import torch
 from torch import Tensor
-
-from lightning_mist.devices.ops import Observer
-
-_LONGEST_DELAY = 2e-4
-"""Seconds; longer than most things that tests launch take."""
 
 
 class HostEvent:
@@ -29,10 +21,10 @@ class HostEvent:
         at: When it happened, in seconds of ``time.perf_counter``.
     """
 
-    __slots__ = ("_happened", "at", "number")
+    __slots__ = ("_happened", "at")
 
-    def __init__(self, number: int, *, is_ahead: bool) -> None:
-        self.number, self.at = number, perf_counter()
+    def __init__(self, *, is_ahead: bool) -> None:
+        self.at = perf_counter()
         self._happened = threading.Event() if is_ahead else None
 
     def happen(self) -> None:
@@ -51,18 +43,13 @@ _Work = Callable[[], object]
 
 
 class HostStream:
-    """A thread that works off what it is given, in order, and ends when nobody can give it any more.
+    """A thread that works off what it is given, in order, and ends when nobody can give it any more."""
 
-    Args:
-        delays: Draws how long work comes late; never if there is none.
-    """
-
-    def __init__(self, number: int, delays: random.Random | None) -> None:
-        self.number = number
+    def __init__(self, number: int) -> None:
         self.errors: list[BaseException] = []
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_work_off, args=(self._work, delays, self.errors), name=f"stream {number}", daemon=True
+            target=_work_off, args=(self._work, self.errors), name=f"stream {number}", daemon=True
         )
         self._thread.start()
         weakref.finalize(self, self._work.put, None)
@@ -77,12 +64,8 @@ class HostStream:
         self._work.put(work)
 
 
-def _work_off(
-    waiting: "queue.SimpleQueue[_Work | None]", delays: random.Random | None, errors: list[BaseException]
-) -> None:
+def _work_off(waiting: "queue.SimpleQueue[_Work | None]", errors: list[BaseException]) -> None:
     while (work := waiting.get()) is not None:
-        if delays is not None:
-            sleep(delays.uniform(0.0, _LONGEST_DELAY))
         try:
             work()
         except BaseException as error:
@@ -93,26 +76,16 @@ def _work_off(
 
 
 class HostOps:
-    """See :class:`~lightning_mist.devices.ops.DeviceOps`.
+    """See :class:`~lightning_mist.devices.ops.DeviceOps`."""
 
-    Args:
-        seed: Of random delays; there are none without.
-        observer: Told what is asked of streams.
-    """
-
-    def __init__(
-        self, device: torch.device | None = None, *, seed: int | None = None, observer: Observer | None = None
-    ) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         self.synchronizations = 0
-        self._delays = None if seed is None else random.Random(seed)
-        self._observer = observer
-        self._events = itertools.count(1)
         self._numbers = itertools.count(1)
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
 
     def stream(self, *, high_priority: bool = False) -> HostStream:
-        stream = HostStream(next(self._numbers), self._delays)
+        stream = HostStream(next(self._numbers))
         self._streams.add(stream)
         return stream
 
@@ -124,24 +97,18 @@ class HostOps:
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> None:
-        if self._observer is not None:
-            self._observer.launched(0 if stream is None else stream.number, reads, writes)
         if stream is None:
             work()
         else:
             stream.put(work)
 
     def record(self, stream: HostStream | None = None, *, timed: bool = False) -> HostEvent:
-        event = HostEvent(next(self._events), is_ahead=stream is not None)
-        if self._observer is not None:
-            self._observer.recorded(event.number, 0 if stream is None else stream.number)
+        event = HostEvent(is_ahead=stream is not None)
         if stream is not None:
             stream.put(event.happen)
         return event
 
     def wait(self, event: HostEvent, stream: HostStream | None = None) -> None:
-        if self._observer is not None:
-            self._observer.waited(event.number, 0 if stream is None else stream.number)
         if stream is None:
             event.wait()
             self._raise()
@@ -157,8 +124,6 @@ class HostOps:
         self.synchronizations += 1
         streams = [stream for stream in self._streams if stream.works]
         for last in [event] if event is not None else [self.record(stream) for stream in streams]:
-            if self._observer is not None:
-                self._observer.waited(last.number, None)
             last.wait()
         self._raise()
 

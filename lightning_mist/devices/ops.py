@@ -29,19 +29,6 @@ class MemoryUse:
     total: int
 
 
-class Observer(Protocol):
-    """Is told what is asked of a host's streams, which are numbered from 1 on; 0 is the calling thread."""
-
-    def launched(self, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Work that uses these tensors was put on a stream."""
-
-    def recorded(self, event: int, stream: int) -> None:
-        """An event was put on a stream."""
-
-    def waited(self, event: int, stream: int | None) -> None:
-        """A stream will wait for an event; ``None`` if the caller waited for it, and so everything launched later."""
-
-
 class DeviceOps(Protocol):
     """What one device can do."""
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.cuda._sanitizer import EventHandler
 
-from lightning_mist.devices import HostOps
 from tests.devices.happens_before import HappensBefore
+from tests.devices.late_host import LateHost
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("ended_streams")
@@ -27,7 +27,7 @@ def test_the_sanitizer_has_the_methods_that_are_used():
 def through_two_rooms(seed, *, without=None, pieces=6):
     """Pieces of host memory are loaded into two rooms in turns, used there, and stored again."""
     observer = HappensBefore()
-    ops = HostOps(seed=seed, observer=observer)
+    ops = LateHost(seed=seed, observer=observer)
     load, store = ops.stream(), ops.stream()
     host = [torch.full((4,), float(piece)) for piece in range(pieces)]
     rooms, free = [torch.empty(4) for _ in range(2)], [None, None]

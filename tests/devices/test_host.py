@@ -9,6 +9,7 @@ import torch
 
 from lightning_mist.devices import HostOps, MemoryUse, ops_of, read, used_generators
 from lightning_mist.model.child_process import RunClock, run_apart
+from tests.devices.late_host import LateHost
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("ended_streams")
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_stream_runs_in_order_and_later():
-    ops, seen, gate = HostOps(seed=1), [], threading.Event()
+    ops, seen, gate = LateHost(seed=1), [], threading.Event()
     stream = ops.stream()
     ops.launch(gate.wait, stream)
     for number in range(5):

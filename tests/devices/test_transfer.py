@@ -3,6 +3,7 @@ import torch
 
 from lightning_mist.devices import Homeward, HostOps, ops_of, packed, to_device, unpacked
 from tests.devices.happens_before import HappensBefore
+from tests.devices.late_host import LateHost
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("ended_streams")
@@ -45,7 +46,7 @@ def test_nothing_is_nothing():
 
 def test_values_come_home_behind_what_made_them_in_one_copy():
     observer = HappensBefore()
-    ops = HostOps(seed=3, observer=observer)
+    ops = LateHost(seed=3, observer=observer)
     homeward, tensors = Homeward(ops), values()
     for item in tensors:
         ops.launch(lambda item=item: item.zero_(), writes=[item])
@@ -64,7 +65,7 @@ def test_values_come_home_behind_what_made_them_in_one_copy():
 def test_what_was_made_later_is_not_read_in_order():
     """The wait in :meth:`Homeward.bring` is for what had been made when :meth:`Homeward.made` was called."""
     observer = HappensBefore()
-    ops = HostOps(seed=3, observer=observer)
+    ops = LateHost(seed=3, observer=observer)
     homeward, tensor = Homeward(ops), torch.ones(2)
     homeward.made()
     ops.launch(tensor.zero_, writes=[tensor])

@@ -20,6 +20,7 @@ from lightning_mist.runtime.offload import OffloadedState
 from lightning_mist.strategy.training.engine import Engine
 from tests import zoo
 from tests.devices.happens_before import HappensBefore
+from tests.devices.late_host import LateHost
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import make_optimizer, map_of
 from tests.runtime.offload.weak import weak_copies
@@ -198,7 +199,7 @@ def test_delays_change_no_bit(label, first_seed):
     for seed in range(first_seed, first_seed + 5):
         has_masters = seed % 2 == 1
         for (losses, values), (wanted, expected) in zip(
-            trained(DELAYED[label], HostOps(seed=seed), has_masters), undelayed(label, has_masters), strict=True
+            trained(DELAYED[label], LateHost(seed=seed), has_masters), undelayed(label, has_masters), strict=True
         ):
             assert all(map(torch.equal, losses, wanted))
             assert values.keys() == expected.keys()
@@ -209,7 +210,7 @@ def test_delays_change_no_bit(label, first_seed):
 @pytest.mark.parametrize("has_masters", [False, True])
 def test_nothing_but_events_orders_the_copies(label, has_masters):
     races = HappensBefore()
-    trained(PLANS[label], HostOps(seed=1, observer=races), has_masters)
+    trained(PLANS[label], LateHost(seed=1, observer=races), has_masters)
     assert races.races == []
 
 
@@ -236,7 +237,7 @@ def test_a_vocabulary_passes_through_the_buffers_of_layers(label, has_masters):
     assert parts.call_count >= 2 * 2 * (CURVE_STEPS - 1)
     if label == "all" and has_masters:
         races = HappensBefore(line=64)
-        delayed = trained(layout, HostOps(seed=1, observer=races), model=model)
+        delayed = trained(layout, LateHost(seed=1, observer=races), model=model)
         assert races.races == []
         for (losses, values), (wanted, expected) in zip(delayed, trained(layout, HostOps(), model=model), strict=True):
             assert all(map(torch.equal, losses, wanted))
@@ -315,7 +316,7 @@ def test_state_that_passed_in_parts_is_saved_and_loaded_whole():
         assert float(entry["step"]) == 5.0
 
 
-class AtOnce(HostOps):
+class AtOnce(LateHost):
     """Does what is launched on a stream at once: where nothing waits, memory that is freed is not copied to later."""
 
     def launch(self, work, stream=None, **uses):

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mist.devices import Homeward, HostOps
+from lightning_mist.devices import Homeward
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.strategy.planning.division_proofs import prove_here
 from lightning_mist.strategy.training.engine import Engine
+from tests.devices.late_host import LateHost
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import map_of
 from tests.memory_transport import InMemoryWorld
@@ -89,7 +90,7 @@ def make_engine(parts, *, logs=1, extras=1, rules=True):
     proved = prove_here(module, found.blocks, lambda item: module.training_step(item, 0), batch) if rules else None
     assert not isinstance(proved, str), proved
     (transport,) = InMemoryWorld(1).transports
-    ops = HostOps(seed=1)
+    ops = LateHost(seed=1)
     engine = Engine(module, plan, found, transport, device=CPU, rules=proved)
     engine._homeward = Homeward(ops)
     engine._part_steps._waits = True

@@ -17,6 +17,7 @@ from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.stage_program import StageUnits, lines_of
 from tests.devices.happens_before import HappensBefore
 from tests.devices.kinds import DEVICES
+from tests.devices.late_host import LateHost
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.runtime.offload.weak import weak_copies
 
@@ -131,7 +132,7 @@ def test_delays_change_no_bit(first_seed, ratio):
     wanted = gradients(layers)
     with weak_copies():
         for seed in range(first_seed, first_seed + 20):
-            assert all(map(torch.equal, gradients(layers, ops=HostOps(seed=seed), ratio=ratio), wanted)), seed
+            assert all(map(torch.equal, gradients(layers, ops=LateHost(seed=seed), ratio=ratio), wanted)), seed
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -145,12 +146,12 @@ def test_each_device_does_it(ratio, device):
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 def test_nothing_but_events_orders_the_copies(ratio):
     races = HappensBefore()
-    gradients(make_layers(), ops=HostOps(seed=1, observer=races), ratio=ratio)
+    gradients(make_layers(), ops=LateHost(seed=1, observer=races), ratio=ratio)
     assert races.races == []
 
 
 def test_what_leaves_is_kept_until_it_has_left():
-    ops = HostOps(seed=3)
+    ops = LateHost(seed=3)
     with weak_copies(), mock.patch.object(CopyStreams, "wait", return_value=None):
         # What a graph keeps is gone with it.
         Walk(make_layers(), ops).forward(inputs())
@@ -168,7 +169,7 @@ BROKEN = {
 def test_every_wait_is_needed(what):
     name, broken = BROKEN[what]
     layers, races = make_layers(), HappensBefore()
-    ops = HostOps(observer=races)
+    ops = LateHost(observer=races)
     with mock.patch.object(CopyStreams, name, broken):
         walk = Walk(layers, ops)
         for number in range(3):
@@ -195,7 +196,7 @@ class _told(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_with_all_operators_told_nothing_is_reported():
     races = HappensBefore()
-    ops = HostOps(seed=2, observer=races)
+    ops = LateHost(seed=2, observer=races)
     walk = Walk(make_layers(), ops)
     for number in range(3):
         with _told(ops):
@@ -225,7 +226,7 @@ def test_layers_take_no_memory_of_the_device_until_their_backward():
 
 def test_what_arrives_when_a_batch_fails_is_waited_for():
     races = HappensBefore()
-    ops = HostOps(seed=1, observer=races)
+    ops = LateHost(seed=1, observer=races)
     walk = Walk(make_layers(), ops)
     y = walk.forward(inputs())
     whole = []
@@ -260,7 +261,7 @@ def test_one_storage_moves_once_however_many_layers_save_it():
 
     layers = make_layers(3, Sharing)
     wanted = gradients(layers)
-    ops = HostOps(seed=4)
+    ops = LateHost(seed=4)
     assert all(map(torch.equal, gradients(layers, ops=ops), wanted))
     walk = Walk(layers, ops)
     walk.backward(walk.forward(inputs()).sum())

@@ -17,6 +17,7 @@ from lightning_mist.schedule.action import TAIL
 from lightning_mist.schedule.stage_program import update_rows
 from tests.devices.happens_before import HappensBefore
 from tests.devices.kinds import DEVICES
+from tests.devices.late_host import LateHost
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.packed import PACKED, Packed
 from tests.runtime.offload.weak import weak_copies
@@ -71,7 +72,7 @@ def test_delays_change_no_bit(first_seed):
     wanted = train()
     with weak_copies():
         for seed in range(first_seed, first_seed + 20):
-            assert_same(train(HostOps(seed=seed)), wanted)
+            assert_same(train(LateHost(seed=seed)), wanted)
 
 
 def test_what_the_optimizer_made_is_kept_until_it_has_left():
@@ -80,20 +81,20 @@ def test_what_the_optimizer_made_is_kept_until_it_has_left():
         mock.patch.object(OffloadedState, "_free", lambda _, leaving: leaving.clear()),
         pytest.raises(RuntimeError, match="freed while it was copied"),
     ):
-        train(HostOps(seed=1))
+        train(LateHost(seed=1))
 
 
 @pytest.mark.parametrize("moved", [[0, 1, 2, 3, 4], [1, 3], [4]])
 def test_nothing_but_events_orders_the_copies(moved):
     races = HappensBefore()
-    train(HostOps(seed=1, observer=races), moved=moved)
+    train(LateHost(seed=1, observer=races), moved=moved)
     assert races.races == []
 
 
 def test_rooms_are_made_where_memory_may_be_in_use():
     """An allocator gives out at once what computing has used last, and may not have begun to use."""
     races = HappensBefore()
-    ops, ensure = HostOps(seed=1, observer=races), DeviceBuffers.ensure
+    ops, ensure = LateHost(seed=1, observer=races), DeviceBuffers.ensure
 
     def made(buffers, units):
         before = list(map(id, buffers._buffers))
@@ -124,7 +125,7 @@ def test_every_wait_is_needed(what):
     name, broken = BROKEN[what]
     races = HappensBefore()
     with mock.patch.object(CopyStreams, name, broken):
-        train(HostOps(observer=races))
+        train(LateHost(observer=races))
     assert races.races
 
 
@@ -171,7 +172,7 @@ class Replacing(torch.optim.Optimizer):
 
 def test_state_that_is_replaced_leaves_from_where_it_is():
     races = HappensBefore()
-    assert_same(train(HostOps(seed=1, observer=races), optimizer=Replacing), train(None, optimizer=Replacing))
+    assert_same(train(LateHost(seed=1, observer=races), optimizer=Replacing), train(None, optimizer=Replacing))
     assert races.races == []
 
 
@@ -196,7 +197,7 @@ def test_a_vocabulary_passes_in_parts_beside_what_has_none():
     """One element, and what gets its first gradient late, are updated whole, through buffers of layers' size."""
     shapes, rooms, trained = [(40, 40), (40, 40), (400, 40), (1,), (40, 40)], [], []
     ensure = DeviceBuffers.ensure
-    for ops in (None, HostOps(seed=1)):
+    for ops in (None, LateHost(seed=1)):
         generator = torch.Generator().manual_seed(1)
         parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
         made, units = torch.optim.AdamW(parameters), {(0, 0): parameters[:1], (0, 1): parameters[1:2]}
@@ -242,7 +243,7 @@ def test_packed_state_is_moved_as_what_it_is_made_of(name):
     """With delays: codes and scales move, also those of a new object; one table for all stays."""
     (wanted, plain), (found, optimizer) = (
         train(ops, optimizer=lambda parameters, lr: PACKED[name](parameters), side=16)
-        for ops in (None, HostOps(seed=3))
+        for ops in (None, LateHost(seed=3))
     )
     for p, q in zip(wanted, found, strict=True):
         assert torch.equal(p, q)
@@ -286,7 +287,7 @@ class Shares(torch.optim.SGD):
 
 
 def test_what_is_not_a_parameters_own_stays_where_it_is():
-    (wanted, plain), (found, optimizer) = (train(ops, optimizer=Shares) for ops in (None, HostOps(seed=3)))
+    (wanted, plain), (found, optimizer) = (train(ops, optimizer=Shares) for ops in (None, LateHost(seed=3)))
     assert optimizer.all == plain.all == {"count": UNITS * STEPS}
     for p, q in zip(wanted, found, strict=True):
         assert torch.equal(p, q)
