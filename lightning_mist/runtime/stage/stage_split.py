@@ -6,19 +6,19 @@ stage is sequence or context parallel, in equal parts along the sequence.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mist import recomputation
 from lightning_mist.attributes import SharedPatch
 from lightning_mist.plan import CheckpointingKind, LiveTensor, ModuleMap, TensorSplit
 from lightning_mist.plan.messages import Side
-from lightning_mist.recomputation import OwnFunction, selective_contexts
+from lightning_mist.recomputation import OwnFunction, Within, selective_contexts
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.parameters import no_kept_casts
 from lightning_mist.tensor_parallel import (
@@ -170,63 +170,27 @@ class TransportGroup:
 # Activation checkpointing of blocks, in the place of what the user's own code would checkpoint, and behind them.
 
 
-class _Block(OwnFunction):
-    """A block as a function of flat arguments.
-
-    Split tensors travel as their parts: what is kept for backward must be an ordinary tensor.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        leaves: list[Any],
-        form: TreeSpec,
-        split: StageSplit | None,
-        within: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(function)
-        self._form, self._split, self._within = form, split, within
-        self._placements = {index: leaf.placement for index, leaf in enumerate(leaves) if isinstance(leaf, SplitTensor)}
-        self._sequence = {} if split is None else split.context.sequence
-
-    def __call__(self, *leaves: Any) -> Any:
-        whole = list(leaves)
-        with ExitStack() as stack:
-            # Recomputation runs in backward, where the step's own context is no longer entered.
-            stack.enter_context(neutral_checkpointing())
-            stack.enter_context(no_kept_casts())
-            if self._split is not None:
-                stack.enter_context(self._split.running(self._sequence))
-                for index, placement in self._placements.items():
-                    whole[index] = SplitTensor(leaves[index], placement, self._split.context)
-            stack.enter_context(self._within())
-            args, kwargs = tree_unflatten(whole, self._form)
-            return self._function(*args, **kwargs)
-
-
 neutral_checkpointing = SharedPatch(recomputation.neutral_checkpointing)
 """Inside, ``torch.utils.checkpoint`` runs functions as they are, except those of :func:`checkpoint_block`, and in their
 thread those of :func:`behind_blocks`."""
 
 
-def behind_blocks(
-    split: StageSplit | None, within: Callable[[], AbstractContextManager[None]]
-) -> AbstractContextManager[None]:
+def behind_blocks(split: StageSplit | None, within: Within) -> AbstractContextManager[None]:
     """Behind the last block: what users checkpoint there is recomputed, in a context made by ``within``."""
+    return recomputation.users_checkpoints(_repeating(split, within))
+
+
+def _repeating(split: StageSplit | None, within: Within) -> Within:
+    """Makes contexts of what runs again in backward, where the step's own context is no longer entered."""
     sequence = {} if split is None else split.context.sequence
 
     @contextmanager
     def repeating() -> Iterator[None]:
-        with ExitStack() as stack:
-            # Recomputation runs in backward, where the step's own context is no longer entered.
-            stack.enter_context(neutral_checkpointing)
-            stack.enter_context(no_kept_casts())
-            if split is not None:
-                stack.enter_context(split.running(sequence))
-            stack.enter_context(within())
+        running = nullcontext() if split is None else split.running(sequence)
+        with neutral_checkpointing, no_kept_casts(), running, within():
             yield
 
-    return recomputation.users_checkpoints(repeating)
+    return repeating
 
 
 def checkpoint_block(
@@ -236,12 +200,12 @@ def checkpoint_block(
     split: StageSplit | None = None,
     *,
     kind: CheckpointingKind = "full",
-    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    within: Within = nullcontext,
 ) -> Any:
     """Run a block so that only its arguments are kept for backward, which runs it again with the same random numbers.
 
     All arguments are passed by position: the states of device generators are kept only for devices of positional
-    tensors.
+    tensors. Split tensors travel as their parts: what is kept for backward must be an ordinary tensor.
 
     Args:
         split: The split of the block's stage; recomputation repeats its collectives in the same order on all ranks.
@@ -249,9 +213,20 @@ def checkpoint_block(
         within: A context in which it runs, also when it runs again.
     """
     leaves, form = tree_flatten((args, kwargs))
-    block = _Block(function, leaves, form, split, within)
+    placements = {index: leaf.placement for index, leaf in enumerate(leaves) if isinstance(leaf, SplitTensor)}
     parts = [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves]
+    repeating = _repeating(split, within)
+
+    def block(*given: Any) -> Any:
+        whole = list(given)
+        for index, placement in placements.items():
+            assert split is not None
+            whole[index] = SplitTensor(whole[index], placement, split.context)
+        with repeating():
+            args, kwargs = tree_unflatten(whole, form)
+            return function(*args, **kwargs)
+
     contexts = selective_contexts if kind == "selective" else torch.utils.checkpoint.noop_context_fn
     return torch.utils.checkpoint.checkpoint(
-        block, *parts, use_reentrant=False, preserve_rng_state=True, context_fn=contexts
+        OwnFunction(block), *parts, use_reentrant=False, preserve_rng_state=True, context_fn=contexts
     )
