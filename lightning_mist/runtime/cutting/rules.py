@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -500,17 +501,6 @@ def needed(sites: Sequence[Site]) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Attribute:
-    """Reads an attribute of tensors by its name."""
-
-    name: str
-
-    def __call__(self, tensor: Tensor) -> Any:
-        """The attribute."""
-        return getattr(tensor, self.name)
-
-
-@dataclass(frozen=True, slots=True)
 class Named:
     """A buffer of the module."""
 
@@ -530,7 +520,7 @@ def portable_entry(entry: TapeEntry, module: nn.Module) -> TapeEntry:
 def _portable(entry: TapeEntry) -> Callable[..., Any]:
     function = entry.function
     if getattr(function, "__name__", "") == "__get__":
-        return Attribute(entry.name)
+        return attrgetter(entry.name)
     with suppress(pickle.PicklingError, AttributeError, TypeError):
         if entry.block is None and pickle.loads(pickle.dumps(function)) == function:
             return function

@@ -6,7 +6,7 @@ tensors remember where they come from. The network's repeated blocks are single 
 
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -536,18 +536,6 @@ class Values(dict[Ref, Tensor]):
         return self.number(leaf.origin) if isinstance(leaf, Number) else leaf
 
 
-@contextmanager
-def as_recorded(entry: TapeEntry, device: torch.device) -> Iterator[None]:
-    """Inside, automatic casts are as they were when the call was taken down, and gradients off where they were off."""
-    enabled, dtype = entry.autocast
-    with ExitStack() as stack:
-        if not entry.has_grad:
-            stack.enter_context(torch.no_grad())
-        if enabled != torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled))
-        yield
-
-
 def run_entry(
     entry: TapeEntry,
     values: Values,
@@ -565,7 +553,11 @@ def run_entry(
         return value if change is None else change(path, value)
 
     args, kwargs = rebuilt((entry.args, entry.kwargs), argument)
-    with as_recorded(entry, device):
+    enabled, dtype = entry.autocast
+    is_cast = enabled == torch.is_autocast_enabled(device.type)
+    casts = nullcontext() if is_cast else torch.autocast(device.type, dtype=dtype, enabled=enabled)
+    # Gradients are off where they were off when the call was taken down, and casts as they were.
+    with torch.set_grad_enabled(entry.has_grad and torch.is_grad_enabled()), casts:
         made = made_by(entry.name, args, entry.function(*args, **kwargs))
     if len(made) != entry.outputs:
         raise ReplayError(f"{entry.name} at {entry.line} made {len(made)} tensors in place of {entry.outputs}")
