@@ -14,12 +14,7 @@ _BROKEN = {"microbatch": "micro-\nbatch", "checkpointed": "check-\npointed"}
 
 
 class TextConsole(Console):
-    """A console whose output is kept as text; what is printed is taken literally, without markup.
-
-    Args:
-        width: Columns of text at most.
-        color: Whether to add ANSI escapes.
-    """
+    """A console whose output is kept as text, with ANSI escapes or without; what is printed is taken literally."""
 
     def __init__(self, width: int, *, color: bool) -> None:
         self._written = StringIO()

@@ -265,12 +265,10 @@ def baselines(
     """The best plan of every baseline; see the module.
 
     Args:
-        planner: Of the network and the machine that all are compared on.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes that a plan may use of each device; the same default as for a search.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
         search: Limits, of which those of tensor parallelism, the offload ratios and the seconds of solving count.
-        tell: Is told what is being looked at.
         others: Planners of the same network in another precision, by the names of the baselines whose tools use it;
             under :data:`REST` that of all others.
 

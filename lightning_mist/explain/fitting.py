@@ -53,7 +53,6 @@ def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], 
 
     Args:
         asked: What the planner was asked for the result.
-        say: Says what is done.
     """
     limit, note = asked["memory_limit"], ""
 

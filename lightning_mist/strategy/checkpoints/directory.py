@@ -267,11 +267,6 @@ def _mapped(path: Path, reader: FileSystemReader, index: Metadata, key: str) -> 
     ``torch.load`` says where in it the values are. Archives begin at any byte, so that values may lie across the
     boundaries of their type, which x86 and ARM read as well.
 
-    Args:
-        path: The directory.
-        reader: Of the directory, which has read its index.
-        key: What the tensor is called there.
-
     Returns:
         The tensor; ``None`` if it is stored in several pieces or is none, or where this torch does not say where its
         values are.

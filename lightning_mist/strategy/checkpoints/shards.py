@@ -28,11 +28,9 @@ from lightning_mist.tensors import rebuild
 
 
 class Shards:
-    """Pieces of a tensor that this rank has, or none; DCP asks it for what it needs to write or to fill them.
+    """Pieces of a tensor that this rank has, or none, by where each begins in the whole, which has a shape.
 
-    Args:
-        shape: Of the whole tensor.
-        pieces: Where each begins in the whole, and its values.
+    DCP asks it for what it needs to write or to fill them.
     """
 
     def __init__(self, shape: Sequence[int] = (), pieces: Mapping[tuple[int, ...], Tensor] | None = None) -> None:
@@ -88,11 +86,7 @@ def _owned(engine: Engine) -> set[str]:
 
 
 def model_shards(module: nn.Module, engine: Engine | None, *, is_first: bool) -> dict[str, Any]:
-    """A module's ``state_dict`` in which each rank has what it writes; rank 0 all that is no parameter.
-
-    Args:
-        is_first: Whether this is rank 0.
-    """
+    """A module's ``state_dict`` in which each rank has what it writes; rank 0, the first, all that is no parameter."""
     if engine is None or engine.is_filled:
         state, values = module.state_dict(), None
     else:

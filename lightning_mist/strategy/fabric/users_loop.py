@@ -20,13 +20,7 @@ from lightning_mist.strategy.user_code import GRADIENTS_AWAY, gradients_read_in
 
 @dataclass(kw_only=True)
 class UsersLoop:
-    """Stands for a trainer where there is none, as far as planning asks for one.
-
-    Attributes:
-        lightning_module: The module that is trained.
-        strategy: What trains it.
-        precision: Name of the precision.
-    """
+    """Stands for a trainer where there is none, as far as planning asks for one."""
 
     lightning_module: nn.Module
     strategy: Any
@@ -44,7 +38,6 @@ class Call:
 
     Attributes:
         positional: Arguments by position, as a mapping: a list of as many entries as rows could be taken for rows.
-        named: Arguments by name.
     """
 
     positional: dict[str, Any]
@@ -90,7 +83,6 @@ class OutputForm:
     """How a module's output is built.
 
     Attributes:
-        spec: Its containers.
         differentiable: For each leaf whether gradients can come back through it.
         carried: For each leaf whether it is a value that can go to another rank.
         loss: Which leaf is the loss; None if there is none, or it cannot be told which.
@@ -185,7 +177,6 @@ class Arrival:
         refusal: Why there can be no backward, if so.
         finish: What to do behind the backward.
         tell: Told that gradients have come.
-        number: Of the forward.
         steps: How often the optimizer had stepped before it.
         averages: Whether its gradients are to be averaged over ranks now.
         gradients: For each output that gradients can come through, what has come; None before any has.

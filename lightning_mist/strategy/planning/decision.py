@@ -273,11 +273,7 @@ def cache_path(directory: Path, key: str) -> Path:
 
 
 def cached_plan(path: Path, present: Fingerprint) -> tuple[Plan | None, str | None]:
-    """A plan that was kept, or None; and why one that is there cannot be used, or None.
-
-    Args:
-        present: Of what it must have been made for.
-    """
+    """A plan that was kept for what is present, or None; and why one that is there cannot be used, or None."""
     if not path.exists():
         return None, None
     try:

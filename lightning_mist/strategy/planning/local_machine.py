@@ -56,10 +56,7 @@ MACHINE_PART = 0.7
 
 
 def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
-    """The cluster at hand, or the one to plan for; every rank must ask.
-
-    Args:
-        wanted: What the user asked for; by default the devices of all ranks.
+    """The cluster at hand, or the one that the user asked for; every rank must ask.
 
     Raises:
         PlanError: If ranks that are taken to be on one node are not.
@@ -78,12 +75,7 @@ def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
 
 
 def _check_nodes(nodes: Sequence[int], num_nodes: int) -> None:
-    """Raise unless ranks fill node after node.
-
-    Args:
-        nodes: The node of every rank.
-        num_nodes: How many there are to be.
-    """
+    """Raise unless ranks, of which these are the nodes, fill so many node after node."""
     per_node = max(1, len(nodes) // num_nodes)
     for rank, node in enumerate(nodes):
         first = rank - rank % per_node
@@ -112,7 +104,6 @@ def machine_profile(
     """What was measured of this machine, on every rank: the kept profile, or a new one.
 
     Args:
-        precision: Lightning's name of the precision.
         is_fresh: Whether to measure even if there is a kept one.
     """
     dtypes = [torch.float32]

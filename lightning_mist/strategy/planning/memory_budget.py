@@ -211,11 +211,7 @@ def whole_module_bytes(plan: Plan, module: nn.Module) -> tuple[int, ...]:
 
 
 def lack_for_whole(plan: Plan, module: nn.Module, limits: Sequence[int]) -> str | None:
-    """Why the whole module cannot be on every device for a validation during fit, if so; the stage that lacks most.
-
-    Args:
-        limits: Bytes of each device of every stage.
-    """
+    """Why the whole module cannot be on every device for a validation during fit, if so; the stage that lacks most."""
     first = plan.stages[0]
     is_whole = first.mesh.tensor_parallel_degree == 1 and first.zero_stage < ZeroStage.PARAMETERS
     if plan.num_stages == 1 and is_whole:
@@ -233,11 +229,7 @@ def lack_for_whole(plan: Plan, module: nn.Module, limits: Sequence[int]) -> str 
 
 
 def refuse_whole(lack: str | None, reason: str | None) -> None:
-    """Refuse to make the module whole for a reason where that does not fit.
-
-    Args:
-        lack: Why it does not fit; None if it does.
-        reason: Why it must be whole; None if it need not.
+    """Refuse to make the module whole for a reason where that does not fit; None is no reason, and lacks nothing.
 
     Raises:
         InfeasibleError: Naming both, and ways out.
@@ -254,7 +246,6 @@ def refuse_whole_alone(module: nn.Module, limit: int | None, reason: str, *, has
 
     Args:
         limit: Bytes of each device, if known.
-        reason: Why it must be whole.
         has_plan: Whether there is a plan that could share it out.
 
     Raises:

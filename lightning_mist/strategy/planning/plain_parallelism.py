@@ -322,11 +322,7 @@ def optimizer_exclusions(rule: OptimizerRule) -> tuple[Exclusion, ...]:
 
 
 def with_whole_blocks(found: ModuleMap, optimizer: Any, rule: OptimizerRule, names: Mapping[Any, str]) -> ModuleMap:
-    """The map without the ways to share layers that cut what an optimizer looks at together.
-
-    Args:
-        names: Of parameters.
-    """
+    """The map without the ways to share layers that cut what an optimizer looks at together."""
     shapes, unsplit = {use.name: use.shape for use in found.parameters}, dict(found.unsplit)
     grouped = zip(optimizer.param_groups, rule.groups, strict=False)
     rules = {names.get(parameter): own for group, own in grouped for parameter in group["params"]}

@@ -119,8 +119,6 @@ class TriedStep:
     """The user's step on a batch, run in trials.
 
     Args:
-        call: Runs the step on a batch.
-        name: The step's name in the module.
         records_metrics: Whether calls of the module's metrics are to be recorded in place of made, as far as the step
             lets that be.
 
@@ -397,12 +395,7 @@ class EvaluatedStep:
 def look_at_step(
     trainer: Any, module: Any, name: str, call: Callable[[Any], Any], batch: Any, device: torch.device
 ) -> EvaluatedStep:
-    """Try a step on a batch, without a trace of it; parameters need no values.
-
-    Args:
-        name: The step's name in the module.
-        call: Runs it on a batch.
-    """
+    """Try a step on a batch, without a trace of it; parameters need no values."""
     step = TriedStep(trainer, module, call, name=name, records_metrics=True)
 
     def look() -> EvaluatedStep:
@@ -434,8 +427,7 @@ def splits_of_evaluated(
     """The map of an evaluated step with the ways to share layers that a plan asks for; on all ranks at once.
 
     Args:
-        call: Runs the step on a batch.
-        batch: A batch on the rank ``source``.
+        batch: One, on the rank ``source``.
     """
     tensor, context = degrees_of(plan)
     if not (tensor and not found.excludes("tensor")) and not context:

@@ -114,9 +114,6 @@ class _Unpickler(pickle.Unpickler):
 def take_apart(batch: Any, device: torch.device) -> tuple[list[Tensor], bytes]:
     """The dense tensors of a batch of any class, and what puts it together around others like them.
 
-    Args:
-        device: Where it is.
-
     Raises:
         ValueError: Why it cannot go to other processes.
     """
@@ -357,11 +354,7 @@ def digest_of(batch: Any) -> str | None:
 
 
 def check_same_samples(digests: Sequence[str | None], ranks: Sequence[int], loaders: int) -> None:
-    """Refuse to go on where ranks that share a loader have loaded different samples, or it cannot be told.
-
-    Args:
-        digests: Of the batch of each of the ranks.
-        loaders: Number of loaders.
+    """Refuse to go on where ranks that share one of so many loaders have loaded different samples, by their digests.
 
     Raises:
         PlanError: If they are not all alike.
@@ -386,7 +379,6 @@ def of_loader(own: list[T], digest: str | None, plan: Plan, transport: Transport
     """What all ranks that share this one's data loader have of a batch; one of them has fed it, and has its results.
 
     Args:
-        own: What this rank has.
         digest: Of the batch as this rank has loaded it.
 
     Raises:

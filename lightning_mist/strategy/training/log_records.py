@@ -271,7 +271,6 @@ class MetricRecorder:
     """Takes down what runs of a step do with the metrics of its module, inside :func:`standing_in`.
 
     Args:
-        metrics: By name.
         keep: Is given every call.
         has_loss: Whether the step returns a loss, which then is not what a metric gives.
 

@@ -247,12 +247,7 @@ class StepCall:
         rest: Sequence[Any] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Call another step from now on.
-
-        Args:
-            step: Is called with the value of a microbatch, and the rest.
-            context: In which it runs.
-        """
+        """From now on call another step, with a microbatch's value and the rest, in contexts made by ``context``."""
         self._step, self._rest, self._context = step, rest, context
 
     def run_part(self, microbatch: Microbatch) -> Any:
