@@ -338,43 +338,35 @@ def home(value: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> Any
     return rebuild(value, replace)
 
 
-def merge_extra(parts: list[tuple[float, Any]]) -> Any:
-    """One value of a returned dictionary from those of its microbatches.
-
-    Scalar tensors and floats become their mean weighted by rows, other tensors are joined along their first dimension,
-    dictionaries are merged entry by entry; of anything else the last microbatch's value is kept.
-    """
-    values = [value for _, value in parts]
-    if len(values) == 1:
-        return values[0]
-    if all(is_a(value, dict) for value in values):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: merge_extra([(w, value[name]) for w, value in parts if name in value]) for name in names}
-    if all(is_a(value, Tensor) and value.ndim > 0 for value in values):
-        return torch.cat(values)
-    if all(is_a(value, float) or (is_a(value, Tensor) and value.ndim == 0) for value in values):
-        return sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
-    return values[-1]
-
-
 def moved(value: Any, device: torch.device) -> Any:
     """A value that came home, with its tensors where the user's step had them."""
     return rebuild(value, lambda node: to_device(node, device) if is_a(node, Tensor) else None)
 
 
 def merged(key: ResultKey, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:
-    """One value of a returned dictionary from those of its microbatches, in the ways that are known."""
+    """One value of a returned dictionary from those of its microbatches, in the ways that are known.
+
+    Where none is, scalar tensors and floats become their mean weighted by rows, other tensors are joined along their
+    first dimension, dictionaries are merged entry by entry; of anything else the last microbatch's value is kept.
+    """
     values = [value for _, value in parts]
-    if len(values) == 1 or not ways:
-        return merge_extra(parts)
+    if len(values) == 1:
+        return values[0]
     if key in ways:
         return together(key, values, [weight for weight, _ in parts], ways[key])
     if all(is_a(value, dict) for value in values):
-        return {name: merged((*key, name), [(w, value[name]) for w, value in parts], ways) for name in values[0]}
-    if all(is_a(value, (list, tuple)) and len(value) == len(values[0]) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {
+            name: merged((*key, name), [(w, value[name]) for w, value in parts if name in value], ways)
+            for name in names
+        }
+    if ways and all(is_a(value, (list, tuple)) and len(value) == len(values[0]) for value in values):
         items = [merged((*key, index), [(w, v[index]) for w, v in parts], ways) for index in range(len(values[0]))]
         return type(values[0])(*items) if hasattr(values[0], "_fields") else type(values[0])(items)
-    return merge_extra(parts)
+    if all(is_a(value, float) or (is_a(value, Tensor) and value.ndim == 0) for value in values):
+        return sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
+    have_rows = all(is_a(value, Tensor) and value.ndim > 0 for value in values)
+    return torch.cat(values) if have_rows else values[-1]
 
 
 def combine(

@@ -5,11 +5,11 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from lightning_mist.strategy.training.microbatch_step import Piece, combine, home, merge_extra, results_in
+from lightning_mist.strategy.training.microbatch_step import Piece, combine, home, merged, results_in
 
 
 @pytest.mark.parametrize(
-    ("parts", "merged"),
+    ("parts", "wanted"),
     [
         ([(0.75, torch.tensor(1.0)), (0.25, torch.tensor(5.0))], torch.tensor(2.0)),
         ([(0.75, 1.0), (0.25, 5.0)], 2.0),
@@ -19,17 +19,17 @@ from lightning_mist.strategy.training.microbatch_step import Piece, combine, hom
         ([(0.25, [1])], [1]),
     ],
 )
-def test_one_value_from_those_of_the_parts(parts, merged):
-    found = merge_extra(parts)
-    if isinstance(merged, torch.Tensor):
-        assert torch.equal(found, merged)
+def test_one_value_from_those_of_the_parts(parts, wanted):
+    found = merged((), parts, {})
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted)
     else:
-        assert found == merged
+        assert found == wanted
 
 
 def test_dictionaries_merge_by_entry_those_that_some_parts_lack_too():
     parts = [(0.5, {"a": torch.tensor(1.0), "b": "x"}), (0.5, {"a": torch.tensor(3.0), "c": torch.ones(1)})]
-    assert merge_extra(parts) == {"a": torch.tensor(2.0), "b": "x", "c": torch.ones(1)}
+    assert merged((), parts, {}) == {"a": torch.tensor(2.0), "b": "x", "c": torch.ones(1)}
 
 
 def test_values_travel_without_their_graph():

@@ -7,7 +7,7 @@ from torchmetrics import MeanMetric
 
 from lightning_mist.leaves import plain_leaves, put_together, take_apart
 from lightning_mist.strategy.training.log_records import LogRecorder, MetricRecorder, as_place, named_metrics
-from lightning_mist.strategy.training.microbatch_step import merge_extra, merged
+from lightning_mist.strategy.training.microbatch_step import merged
 from lightning_mist.tensors import batch_rows, leaves, slice_rows
 
 
@@ -44,7 +44,7 @@ def recorded(value):
 USES = {
     "metrics": lambda value: list(named_metrics(holding(value))) == ["mean"],
     "logged": lambda value: recorded(value) is value,
-    "returned": lambda value: merge_extra([(0.5, value), (0.5, value)]) is value,
+    "returned": lambda value: merged((), [(0.5, value), (0.5, value)], {}) is value,
     "by ways": lambda value: merged(("out",), [(0.5, {"a": value}), (0.5, {"a": value})], {"b": None})["a"] is value,
     "in places": lambda value: as_place({"a": [value]})["a"][0] is value,
     "state": lambda value: [path for path, _ in plain_leaves({"a": value, "b": torch.ones(1)})] == [("b",)],
