@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from textwrap import wrap
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_mist.console import TextConsole
 from lightning_mist.estimate import WORDS
@@ -54,12 +54,8 @@ def memory_table(plan: Plan) -> tuple[str, Table]:
         for name in WORDS
         if any(row.get(name, 0.0) > LEAST_SHARE * stage.peak_bytes for row, stage in zip(rows, stages, strict=True))
     ]
-    table = Table()
-    table.add_column("stage", justify="right")
-    for name in shown:
-        table.add_column(WORDS[name], justify="right")
-    table.add_column("others", justify="right")
-    table.add_column("peak", justify="right")
+    headings = ("stage", *(WORDS[name] for name in shown), "others", "peak")
+    table = Table(*(Column(heading, justify="right") for heading in headings))
     for group, (row, stage) in enumerate(zip(rows, stages, strict=True)):
         others = stage.peak_bytes - sum(row.get(name, 0.0) for name in shown)
         cells = [*(row.get(name, 0.0) for name in shown), others, float(stage.peak_bytes)]

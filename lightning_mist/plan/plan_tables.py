@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_mist.console import TextConsole
 from lightning_mist.plan.mesh import held_parameters
@@ -44,10 +44,8 @@ def seconds_table(plan: Plan) -> tuple[str, Table] | None:
     names = [name for name in dict.fromkeys(known) if any(name in row for row in rows)]
     unit, scale = next((item for item in _UNITS if predicted.step_seconds >= item[1]), _UNITS[-1])
     title = f"where {format_seconds(predicted.step_seconds)} per step go, by stage ({unit}, and part of the step)"
-    table = Table()
-    table.add_column("stage", justify="right")
-    for name in names:
-        table.add_column(_HEADINGS.get(name, name.removesuffix("_seconds")), justify="right")
+    headings = ["stage", *(_HEADINGS.get(name, name.removesuffix("_seconds")) for name in names)]
+    table = Table(*(Column(heading, justify="right") for heading in headings))
     for group, row in enumerate(rows):
         cells = (_share(row.get(name, 0.0), scale, predicted.step_seconds) for name in names)
         table.add_row(" and ".join(map(str, plan.chunks(group))), *cells)
@@ -173,10 +171,8 @@ _COLUMNS = (
 
 def render(plan: Plan, *, width: int = 120, color: bool = False, devices: Sequence[str] = ()) -> str:
     """A plan as a table: one line per stage, with the predictions if there are any, and where their seconds go."""
-    table = Table()
     headings, rows = stage_cells(plan, devices)
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = Table(*(Column(heading, justify="right") for heading in headings))
     for row in rows:
         table.add_row(*row)
     console = TextConsole(width, color=color)
@@ -223,14 +219,11 @@ def stage_cells(plan: Plan, devices: Sequence[str] = ()) -> tuple[list[str], lis
 
 
 def _title(plan: Plan) -> str:
+    of = "" if plan.data_parallel_size is None else f" of {counted(plan.num_loaders, 'data loader')}"
     return (
         f"{counted(plan.num_stages, 'stage')} on {counted(plan.world_size, 'device')}, {plan.schedule}: "
-        f"{counted(plan.global_batch_size, 'row')}{_loaders(plan)} in {counted(plan.num_microbatches, 'microbatch')}"
+        f"{counted(plan.global_batch_size, 'row')}{of} in {counted(plan.num_microbatches, 'microbatch')}"
     )
-
-
-def _loaders(plan: Plan) -> str:
-    return "" if plan.data_parallel_size is None else f" of {counted(plan.num_loaders, 'data loader')}"
 
 
 def counted(number: int, noun: str) -> str:

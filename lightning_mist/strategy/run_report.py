@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import Plan, StepRates
@@ -275,18 +275,15 @@ class RunReport:
         if not rows:
             return None
         shown = [name for name in NAMES if any(getattr(times, name) > 0 for _, times in rows)]
-        table = Table(title="Where the seconds of a step go", title_justify="left")
-        table.add_column("stage")
-        for name in shown:
-            table.add_column(name.removesuffix("_seconds"), justify="right")
+        columns = (Column(name.removesuffix("_seconds"), justify="right") for name in shown)
+        table = Table("stage", *columns, title="Where the seconds of a step go", title_justify="left")
         for word, times in rows:
             table.add_row(word, *(format_seconds(getattr(times, name)) for name in shown))
         return table
 
     def _table(self) -> Table:
-        table = Table(title="Predicted against measured", title_justify="left")
-        for name, justify in (("", "left"), ("predicted", "right"), ("measured", "right"), ("difference", "right")):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        columns = (Column(name, justify="right") for name in ("predicted", "measured", "difference"))
+        table = Table("", *columns, title="Predicted against measured", title_justify="left")
         table.add_row(
             f"step time (median of {self.timed_steps})",
             _text(self.predicted_step_seconds, format_seconds),
