@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from traceback import walk_stack
 from typing import Any
 
 _OUR_FRAMES = ("lightning_mist.", "torch.overrides")
@@ -107,17 +108,10 @@ def call_site() -> tuple[str, str, int]:
 
 def user_line(package_prefixes: tuple[str, ...] = ("torch", "lightning_mist", "contextlib")) -> str:
     """File and line of the innermost frame outside of torch and this package, for messages."""
-    frame = sys._getframe(1)
-    innermost = frame
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if module.split(".", maxsplit=1)[0] not in package_prefixes:
-            innermost = frame
-            break
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+    here = sys._getframe(1)
+    packages = ((frame, str(frame.f_globals.get("__name__")).partition(".")[0]) for frame, _ in walk_stack(here))
+    frame = next((frame for frame, package in packages if package not in package_prefixes), here)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
