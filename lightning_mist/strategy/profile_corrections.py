@@ -73,10 +73,6 @@ class PlanBasis:
         """What is planned, in words."""
         return f"{self.spec.num_layers} layers on {self.cluster.world_size} devices"
 
-    def tune(self) -> "TuneResult":
-        """The best plan by what is known, of those that can be executed here."""
-        return self.tuned(None)[1]
-
     def tuned(self, say: Callable[[str], None] | None) -> "tuple[PlanBasis, TuneResult]":
         """The best plan whose estimate fits, and the basis with what it may take, for later plans.
 

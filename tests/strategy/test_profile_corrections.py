@@ -60,7 +60,7 @@ class Teacher:
 
     def __init__(self, basis, folder):
         self.said, self.kept = [], folder / "kept.json"
-        self.plan = basis.tune().plan
+        self.plan = basis.tuned(None)[1].plan
         self.learner = Learner(basis=basis, plan=self.plan, say=self.said.append, cached_at=self.kept)
 
 
@@ -125,33 +125,35 @@ def test_what_is_not_executed_is_not_searched_and_that_is_said():
     basis = make_basis()
     wish = replace(basis, search=replace(basis.search, offload=("optimizer",)))
     (note,) = (
-        line for line in wish.tune().explain() if line.startswith("not offloaded: optimizer; a CPU's own memory")
+        line
+        for line in wish.tuned(None)[1].explain()
+        if line.startswith("not offloaded: optimizer; a CPU's own memory")
     )
-    assert note not in replace(basis, search=replace(basis.search, offload=())).tune().explain()
+    assert note not in replace(basis, search=replace(basis.search, offload=())).tuned(None)[1].explain()
 
 
 def test_a_node_with_files_offloads_within_their_room():
     """What does not fit goes there, as long as there is room."""
     basis = replace(make_basis(), has_files=True, host_limit=10**12)
-    least = min(item.peak_bytes for item in basis.tune().predicted.stages)
+    least = min(item.peak_bytes for item in basis.tuned(None)[1].predicted.stages)
     tight = replace(basis, memory_limit=least // 2, search=SearchSpace(num_stages=(1,)))
-    assert any(stage.offload.any for stage in tight.tune().plan.stages)
+    assert any(stage.offload.any for stage in tight.tuned(None)[1].plan.stages)
     with pytest.raises(InfeasibleError, match="host's memory"):
-        replace(tight, host_limit=1).tune()
+        replace(tight, host_limit=1).tuned(None)[1]
     with pytest.raises(InfeasibleError):
-        replace(tight, has_files=False).tune()
+        replace(tight, has_files=False).tuned(None)[1]
 
 
 def test_a_plan_whose_estimate_does_not_fit_is_made_again_with_less_where_something_binds(monkeypatch):
     basis = replace(make_basis(), search=SearchSpace(schedules=("1f1b",), offload=()))
-    least = max(stage.peak_bytes for stage in basis.tune().predicted.stages)
+    least = max(stage.peak_bytes for stage in basis.tuned(None)[1].predicted.stages)
     basis = replace(basis, cluster=cluster(2, kind="cuda", memory=int(least / 0.8) + 1))
     monkeypatch.setattr(fitting, "estimate_of", needing(2.0))
     said = []
     (less, sure), (same, risky) = basis.tuned(said.append), basis.tuned(None)
     assert same is basis
     assert less.memory_limit < basis.cluster.device.memory_bytes
-    assert less.tune().plan == sure.plan
+    assert less.tuned(None)[1].plan == sure.plan
     assert any("searching with less memory" in line for line in said)
     peaks = [max(stage.peak_bytes for stage in found.predicted.stages) for found in (sure, risky)]
     assert peaks[0] < peaks[1]
@@ -166,9 +168,9 @@ def test_what_earlier_runs_taught_is_used_and_said(tmp_path):
     found = with_corrections(empty, tmp_path, "32-true", said.append)
     assert found.corrections == (correction("backward", 1.5, runs=3),)
     assert said == ["predictions are corrected by what earlier runs measured: backward x 1.50"]
-    plan = basis.tune().plan
+    plan = basis.tuned(None)[1].plan
     assert found.predict(plan).step_seconds > basis.predict(plan).step_seconds
-    assert found.tune().plan.predicted == found.predict(found.tune().plan)
+    assert found.tuned(None)[1].plan.predicted == found.predict(found.tuned(None)[1].plan)
 
 
 def test_a_spoiled_file_is_ignored_and_replaced(tmp_path):

@@ -89,12 +89,15 @@ class FailureWatcher:
     Args:
         number: How many watchers this rank has started, with this one.
         end: Ends the process, saying why; called in the watcher's thread.
+
+    Attributes:
+        has_failed: Whether this rank has reported a failure of its own.
     """
 
     def __init__(self, peers: Peers, number: int, *, end: Callable[[str], None] = _end_process) -> None:
         self._peers, self._number, self._rank, self._end = peers, number, peers.rank, end
         self._stopped = threading.Event()
-        self._has_failed = False
+        self.has_failed = False
         self._agreed: bool | None = None
         self._cut: str | None = None
         self._used, self._repeats = 0.0, 0
@@ -106,11 +109,6 @@ class FailureWatcher:
 
     # This rank fails ---------------------------------------------------------------------------------------------
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank has reported a failure of its own."""
-        return self._has_failed
-
     def report(self, error: BaseException, place: str | None = None) -> None:
         """Tell the other ranks that this one fails; only the first report of a rank counts.
 
@@ -118,9 +116,9 @@ class FailureWatcher:
             place: Where this rank is; ranks that fail at equal places may still talk to each other. ``None`` for a
                 place where they may not.
         """
-        if self._has_failed or os.getpid() != self._process:
+        if self.has_failed or os.getpid() != self._process:
             return
-        self._has_failed = True
+        self.has_failed = True
         text = _shortened("".join(traceback.format_exception(error)))
         with suppress(Exception):  # not every error can travel
             self._peers.say("error", self._number, base64.b64encode(pickle.dumps(error)).decode())
@@ -131,7 +129,7 @@ class FailureWatcher:
     @property
     def is_on(self) -> bool:
         """Whether it watches a fit that goes on here."""
-        return not self._stopped.is_set() and not self._has_failed and self._cut is None
+        return not self._stopped.is_set() and not self.has_failed and self._cut is None
 
     def all_failed_together(self) -> bool:
         """Whether all ranks have failed at the same place, so that they can still do something together.
@@ -173,7 +171,7 @@ class FailureWatcher:
                 told = sorted(self._peers.said("told", self._number))
                 stack = "".join(traceback.format_stack(limit=30))
                 text = f"{name} ended it, and only ranks {told} were told to end. It was here:\n{stack}"
-                self._has_failed = True
+                self.has_failed = True
                 self._peers.say("failure", self._number, _shortened(text), wait_seconds=2.0)
                 self._end(f"lightning-mist: rank {self._rank}: {text}")
                 return
@@ -201,7 +199,7 @@ class FailureWatcher:
     def cause(self, error: BaseException, wait_seconds: float = 1.0) -> Exception | None:
         """What is to be raised in place of an error that came of another rank's failing or leaving."""
         is_broken = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if self._has_failed or not is_broken or not isinstance(error, RuntimeError):
+        if self.has_failed or not is_broken or not isinstance(error, RuntimeError):
             return None
         until = time.monotonic() + wait_seconds
         while (found := self.failure() or self._cut) is None and time.monotonic() < until:
@@ -269,9 +267,9 @@ class FailureWatcher:
                 continue
             since = now if since is None else since
             known, waited = now - since, now - max(since, moved)
-            is_writing = self._has_failed and not (self._agreed and self._is_apart())
+            is_writing = self.has_failed and not (self._agreed and self._is_apart())
             is_lost = waited >= CUT_SECONDS and self._nobody_comes()
-            if not self._has_failed and self._cut is None and (is_lost or known >= GRACE_SECONDS):
+            if not self.has_failed and self._cut is None and (is_lost or known >= GRACE_SECONDS):
                 self._cut_off(trouble)
                 since = now  # from here on it has time to end by itself
                 continue

@@ -74,11 +74,6 @@ class Evaluator:
         self._of_buffers: list[int] = []
         self._digests: dict[str, tuple[Hashable, str | None]] = {}
 
-    @property
-    def shares(self) -> bool:
-        """Whether ranks run the step for batches of others."""
-        return self._guard is not None
-
     def knows(self, loader: int) -> bool:
         """Whether the step is known for batches of a loader."""
         return loader in self._passes
