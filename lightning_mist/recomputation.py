@@ -143,11 +143,6 @@ def _storages(value: Any) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
 
 
-def _detached(value: Any) -> Any:
-    # The result itself refers to its graph, which refers to what is kept.
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-
-
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: deque[tuple[_Signature, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -163,7 +158,8 @@ class _Keeping(_Mode):  # type: ignore[no-untyped-call]
             self._keep_apart(func, args, kwargs)
         result = func(*args, **kwargs)
         if is_kept(func, args, kwargs):
-            self._kept.append((_signature(func, args), _detached(result)))
+            # The result itself refers to its graph, which refers to what is kept.
+            self._kept.append((_signature(func, args), tree_map_only(torch.Tensor, torch.Tensor.detach, result)))
         return result
 
     def _keep_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -131,7 +131,8 @@ Section = tuple[str, tuple[str, ...]]
 def explanation_sections(explanation: Explanation) -> tuple[Section, ...]:
     """An explanation as titles with sentences; sections without any are left out."""
     step = explanation.step_seconds
-    told = [finding for finding in explanation.findings if finding.binds or _is_told(finding)]
+    # Of stages that wait, or that hide something, one sentence is enough.
+    told = [finding for finding in explanation.findings if finding.binds or finding.limit not in ("pace", "boundary")]
     findings = [f"{text}." for text in told_together(explanation.plan, told)]
     sections: list[Section] = [
         ("what binds and what does not", (*findings, *_together(explanation))),
@@ -153,11 +154,6 @@ def _unsearched(explanation: Explanation) -> tuple[str, ...]:
         f"in {had} there was no time to search for {missing}.",
         f"--explain-seconds {needed} gives about the time that this takes (explain_plan: seconds={needed}).",
     )
-
-
-def _is_told(finding: Finding) -> bool:
-    """Whether what does not bind has a sentence of its own; of waiting and hiding stages one is enough."""
-    return finding.limit not in ("pace", "boundary")
 
 
 def _together(explanation: Explanation) -> list[str]:
@@ -202,7 +198,8 @@ def technique_line(value: TechniqueValue, step_seconds: float) -> str:
         return f"{line}."
     if best.plan is None:
         return f"{line}. The search space has no plan without it that fits."
-    return f"{line}. The best plan {_found(best)}without it takes {_against(best, step_seconds)}."
+    which = "" if best.proven else "that was found "
+    return f"{line}. The best plan {which}without it takes {_against(best, step_seconds)}."
 
 
 def what_if_line(item: WhatIf, step_seconds: float) -> str:
@@ -253,10 +250,6 @@ def _against(version: Version, step_seconds: float) -> str:
     if abs(share) < LEAST_SHARE:
         return f"as long, {format_seconds(version.seconds)} per step"
     return f"{format_seconds(version.seconds)} per step ({share:+.1%})"
-
-
-def _found(version: Version) -> str:
-    return "" if version.proven else "that was found "
 
 
 def _sentence(text: str) -> str:

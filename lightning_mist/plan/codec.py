@@ -197,10 +197,6 @@ def _integer(value: object, path: str) -> int:
     return value
 
 
-def _optional_integer(value: object, path: str) -> int | None:
-    return None if value is None else _integer(value, path)
-
-
 def _number(value: object, path: str) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise _refuse(value, path, "a number is needed, such as 0.25")
@@ -306,7 +302,7 @@ def _predicted(value: object, path: str) -> Predicted | None:
 
 _READERS: dict[Any, Callable[[object, str], Any]] = {
     int: _integer,
-    int | None: _optional_integer,
+    int | None: lambda value, path: None if value is None else _integer(value, path),
     float: _number,
     float | None: _number,
     str: _text,

@@ -163,7 +163,7 @@ class _Cut:
         """
         rows = batch_rows(batch)
         lives = [self.module_map.cuts[end - 1] for _, end in self.bounds[:-1]]
-        common = [live for stage in divided for live in lives[stage] if _is_common(live)]
+        common = [live for stage in divided for live in lives[stage] if live.batch_dim is None]  # one for all rows
         if not common and all(_has_one_entry_per_row(live, self.module_map) for cut in lives for live in cut):
             return
         if rows is None or rows < 2:
@@ -174,7 +174,7 @@ class _Cut:
         first = self.run(slice_rows(batch, 0, 1))
         for stage, (cut, (_, of_all), (_, of_first)) in enumerate(zip(lives, whole, first, strict=False)):
             for live, tensor, part in zip(cut, of_all.tensors, of_first.tensors, strict=True):
-                if stage in divided and _is_common(live) and not torch.equal(tensor, part):
+                if stage in divided and live.batch_dim is None and not torch.equal(tensor, part):
                     raise TraceError(_divides(live))
                 if _has_one_entry_per_row(live, self.module_map) or live.batch_dim is None:
                     continue
@@ -211,13 +211,8 @@ def refuse_unchecked(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...],
     """
     for stage in divided:
         for live in module_map.cuts[bounds[stage][1] - 1]:
-            if _is_common(live):
+            if live.batch_dim is None:
                 raise TraceError(_divides(live))
-
-
-def _is_common(live: LiveTensor) -> bool:
-    """Whether a value that crosses is one for all rows."""
-    return live.batch_dim is None
 
 
 def _divides(live: LiveTensor) -> str:

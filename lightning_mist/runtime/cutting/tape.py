@@ -104,11 +104,6 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, TracedFloat) else value
 
 
-def origin_of(value: Any) -> Any:
-    """Where a number comes from; a number that comes from nowhere is its own origin."""
-    return value.origin if isinstance(value, TRACED) else value
-
-
 def goes_by_values(origin: Any) -> bool:
     """Whether a number goes by what tensors hold, and not by their sizes alone."""
     if isinstance(origin, Read):
@@ -147,7 +142,7 @@ def _with_arithmetic(kind: Any, base: type) -> None:
             result = original(self, *others)
             if result is NotImplemented:
                 return result
-            operands = tuple(origin_of(item) for item in (self, *others))
+            operands = tuple(item.origin if isinstance(item, TRACED) else item for item in (self, *others))
             return traced(plain(result), Computed(function, operands[::-1] if is_reversed else operands))
 
         setattr(kind, name, method)
