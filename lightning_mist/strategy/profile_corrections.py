@@ -249,10 +249,9 @@ def observe(
         least = min(range(plan.num_groups), key=lambda index: times[index].other_seconds)
         terms: _Terms = {"overhead": prediction.overhead(least, "once")}
         found.append(_observation([terms], times[least].other_seconds))
-    for expected, names in _kinds(plan, knows_layers):
-        stages = range(plan.num_stages)
-        seconds = sum(getattr(times[index], name) for index in stages for name in names)
-        found.append(_observation([expected(prediction, index) for index in stages], seconds))
+    for expected, names in _kinds(prediction, knows_layers):
+        seconds = sum(getattr(times[index], name) for index in range(plan.num_stages) for name in names)
+        found.append(_observation(expected, seconds))
     return tuple(item for item in found if sum(seconds for _, seconds in item.expected) > 0 and item.seconds > 0)
 
 
@@ -265,41 +264,23 @@ def _observation(stages: Sequence[_Terms], seconds: float) -> Observation:
     return Observation(expected=tuple(total.items()), seconds=seconds)
 
 
-_Kind = tuple[Callable[[_Prediction, int], _Terms], tuple[str, ...]]
-
-
-def _kinds(plan: Plan, knows_layers: bool) -> list[_Kind]:
-    """What is observed, and from which of the measured seconds."""
+def _kinds(prediction: _Prediction, knows_layers: bool) -> list[tuple[list[_Terms], tuple[str, ...]]]:
+    """What is observed, by uncorrected terms of stages, and from which of the measured seconds."""
+    plan, stages = prediction.plan, range(prediction.plan.num_stages)
     has_peers = any(stage.mesh.num_peers > 1 for stage in plan.stages)
+    updates: list[_Terms] = [
+        {"update": prediction.raw(index, "update", "update"), "communication": prediction.shared(index, "gather")}
+        for index in stages
+    ]
     # Without peers reducing is scaling, which predictions count as part of the update.
-    update: _Kind = (_update, ("optimizer_seconds",) if has_peers else ("optimizer_seconds", "reduction_seconds"))
-    forward: _Kind = (_forward, ("forward_seconds",))
-    backward: _Kind = (_backward, ("backward_seconds",))
+    update = updates, ("optimizer_seconds",) if has_peers else ("optimizer_seconds", "reduction_seconds")
     if not knows_layers:
         return [update]
+    forwards, backwards = ([prediction.passes(index, is_backward=last) for index in stages] for last in (False, True))
+    reductions: list[_Terms] = [{"communication": prediction.shared(index, "reduce", "tied")} for index in stages]
+    forward, backward = (forwards, ("forward_seconds",)), (backwards, ("backward_seconds",))
     if not has_peers:
         return [forward, update, backward]
     if plan.num_microbatches > 1:
-        return [forward, (_reduction, ("reduction_seconds",)), update, backward]
-    return [forward, update, (_backward_and_reduction, ("backward_seconds", "reduction_seconds"))]
-
-
-def _forward(prediction: _Prediction, index: int) -> _Terms:
-    return prediction.passes(index, is_backward=False)
-
-
-def _backward(prediction: _Prediction, index: int) -> _Terms:
-    return prediction.passes(index, is_backward=True)
-
-
-def _reduction(prediction: _Prediction, index: int) -> _Terms:
-    return {"communication": prediction.shared(index, "reduce", "tied")}
-
-
-def _backward_and_reduction(prediction: _Prediction, index: int) -> _Terms:
-    terms = _backward(prediction, index)
-    return terms | {"communication": terms.get("communication", 0.0) + _reduction(prediction, index)["communication"]}
-
-
-def _update(prediction: _Prediction, index: int) -> _Terms:
-    return {"update": prediction.raw(index, "update", "update"), "communication": prediction.shared(index, "gather")}
+        return [forward, (reductions, ("reduction_seconds",)), update, backward]
+    return [forward, update, (backwards + reductions, ("backward_seconds", "reduction_seconds"))]
