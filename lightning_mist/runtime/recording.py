@@ -93,17 +93,14 @@ class ActionRecorder:
         return tuple(
             Recorded(
                 action=action,
-                seconds=self._between(began, ended),
-                waited_seconds=sum(self._between(*wait) for wait in waits),
+                seconds=self._ops.seconds(began, ended),
+                waited_seconds=sum(self._ops.seconds(*wait) for wait in waits),
             )
             for action, began, ended, waits in found
         )
 
     def _mark(self) -> Any:
         return self._ops.record(timed=True)
-
-    def _between(self, began: Any, ended: Any) -> float:
-        return self._ops.seconds(began, ended)
 
 
 # Measured bytes and seconds of a real run, beside the predicted ones.
@@ -274,12 +271,8 @@ def _inside() -> list[StorageMeter]:
     return meters
 
 
-@SharedPatch
-@contextmanager
-def _run_eagerly() -> Iterator[None]:
-    """Inside, compiled code runs eagerly, in every thread: torch has one stance."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+_run_eagerly = SharedPatch(lambda: torch.compiler.set_stance("force_eager"))
+"""Inside, compiled code runs eagerly, in every thread: torch has one stance."""
 
 
 @SharedPatch
