@@ -71,7 +71,6 @@ class SequenceSplit:
 
     Attributes:
         leaf: Index of the tensor among the leaves of the block's ``(args, kwargs)``.
-        dim: The dimension that sequence parallelism shares out.
     """
 
     position: int

@@ -46,7 +46,6 @@ class PlanBasis:
 
     Attributes:
         spec: The network, with measured seconds of its layers.
-        global_batch_size: Rows that one batch brings over all devices.
         memory_limit: Bytes of each device that may be used, if the user said so.
         host_limit: Bytes of each node that may be taken for what is offloaded, if that is known.
         has_files: Whether that is in files.

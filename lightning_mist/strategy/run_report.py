@@ -189,18 +189,14 @@ def _combined(every: Sequence[StageTimes], combine: Callable[[Sequence[float]], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage: its peak memory in bytes on its most loaded device, and its seconds.
+    """One stage: its peak memory in bytes on its most loaded device, and its seconds, as predicted and as measured.
 
     Attributes:
-        predicted_bytes: What tensors were predicted to take, if anything was.
-        measured_bytes: The largest peak of its ranks, in the metered step.
-        predicted_reserved_bytes: What the caching allocator was predicted to hold; None on a CPU.
-        measured_reserved_bytes: The most that it held; None on a CPU.
-        predicted_device_bytes: What the device was predicted to have in use in all; None on a CPU.
-        measured_device_bytes: What it had in use by the end of the metered step, by all programs; None on a CPU.
-        predicted_times: Where the seconds of a step were predicted to go, if they were.
-        measured_times: Where they went in the first timed steps, as medians over steps and means over the stage's
-            ranks; None if the module steps by itself.
+        measured_bytes: What tensors took: the largest peak of its ranks, in the metered step.
+        measured_reserved_bytes: The most that the caching allocator held; None on a CPU.
+        measured_device_bytes: What was in use by the end of the metered step, by all programs; None on a CPU.
+        measured_times: Where the seconds of the first timed steps went, as medians over steps and means over the
+            stage's ranks; None if the module steps by itself.
     """
 
     predicted_bytes: int | None

@@ -53,9 +53,8 @@ class CutMode(TorchFunctionMode):
         whole: What the sites need from the whole batch.
         first: Share of the batch's rows before the part.
         end: That up to its end.
-        rows: Rows of the batch.
-        batch: The part.
-        own: Rows of the part; by default as many as its share.
+        rows: Of the batch.
+        own: Rows of the part, which is ``batch``; by default as many as its share.
 
     Attributes:
         counted: What means were taken over: of the part, of the whole, and where.

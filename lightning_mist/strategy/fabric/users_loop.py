@@ -176,11 +176,9 @@ class Arrival:
     Attributes:
         refusal: Why there can be no backward, if so.
         finish: What to do behind the backward.
-        tell: Told that gradients have come.
         steps: How often the optimizer had stepped before it.
         averages: Whether its gradients are to be averaged over ranks now.
         gradients: For each output that gradients can come through, what has come; None before any has.
-        is_over: Whether its backward has been.
     """
 
     refusal: str = ""

@@ -125,7 +125,6 @@ class TriedStep:
     Attributes:
         is_automatic: Whether a run of the step is all that a batch's gradients need.
         calls: The calls of metrics in the last run, inside :meth:`keeping_calls`.
-        clock: Told of every run.
         batch: What is planned for, if that is known.
         before: Does what comes before the step, in copies of this process.
     """
