@@ -74,49 +74,9 @@ class PlanEvaluation(PlanInstallation):
 
     # Lightning's hooks -------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, **more: Any) -> None:
+    def _begin_evaluation(self, **more: Any) -> None:
         """From here on the plan's forwards run, or every rank gets the whole module."""
-        super().on_validation_start(**more)
-        self._begin_evaluation()
-
-    def on_test_start(self, **more: Any) -> None:
-        """From here on the plan's forwards run."""
-        super().on_test_start(**more)
-        self._begin_evaluation()
-
-    def on_predict_start(self, **more: Any) -> None:
-        """From here on the plan's forwards run."""
-        super().on_predict_start(**more)
-        self._begin_evaluation()
-
-    def on_validation_end(self, **more: Any) -> None:
-        """Training goes on with this rank's part."""
-        super().on_validation_end(**more)
-        self._end_evaluation()
-
-    def on_test_end(self, **more: Any) -> None:
-        """Ranks need not wait for each other any more."""
-        super().on_test_end(**more)
-        self._end_evaluation()
-
-    def on_predict_end(self, **more: Any) -> None:
-        """Ranks need not wait for each other any more."""
-        super().on_predict_end(**more)
-        self._end_evaluation()
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on this rank's batch, with the buffers that DDP's forward would find."""
-        return self._evaluated(super().validation_step, args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on this rank's batch."""
-        return self._evaluated(super().test_step, args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on this rank's batch."""
-        return self._evaluated(super().predict_step, args, kwargs)
-
-    def _begin_evaluation(self) -> None:
+        getattr(super(), f"on_{self._kind}_start")(**more)
         engine, loop = self._engine, self._evaluation_loop
         self._loader = 0
         self._takes_iterator = type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
@@ -135,12 +95,20 @@ class PlanEvaluation(PlanInstallation):
                     engine.executor.flush()
                     self._make_evaluator()
 
-    def _end_evaluation(self) -> None:
+    on_validation_start = on_test_start = on_predict_start = _begin_evaluation
+
+    def _end_evaluation(self, **more: Any) -> None:
+        """Training goes on with this rank's part; ranks need not wait for each other any more."""
+        getattr(super(), f"on_{self._kind}_end")(**more)
         self._evaluator, self._is_in_rounds = None, False
         if self._engine is not None and self._engine.has_begun and self._outside is None:
             self._engine.hollow()
 
-    def _evaluated(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    on_validation_end = on_test_end = on_predict_end = _end_evaluation
+
+    def _evaluated(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on this rank's batch, with the buffers that DDP's forward would find."""
+        whole = getattr(super(), self._step_name)
         batch, *numbers = (*args, *kwargs.values())
         if self._is_in_rounds:
             _, _, output = self._round(self._loader, batch, numbers)
@@ -155,6 +123,8 @@ class PlanEvaluation(PlanInstallation):
             output = whole(*args, **kwargs)
         self._engine.buffers.after_forward()
         return output
+
+    validation_step = test_step = predict_step = _evaluated
 
     # By the plan's forwards --------------------------------------------------------------------------------------
 
