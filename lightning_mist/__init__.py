@@ -63,9 +63,9 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in ("MistStrategy", "mist"):  # command lines take classes for what is given options
-        return import_module(_strategy_module()).MistStrategy
+        return import_module(_module_of(_autoload.STRATEGIES)).MistStrategy
     if name == "MistFabricStrategy":
-        return import_module(_fabric_module()).MistFabricStrategy
+        return import_module(_module_of(_autoload.FABRICS)).MistFabricStrategy
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{home}"), name)
@@ -76,23 +76,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _strategy_module() -> str:
-    """The module whose ``MistStrategy`` belongs to the Lightning namespace that this program uses.
+def _module_of(homes: dict[str, str]) -> str:
+    """The module of ours for the one of two copies of Lightning, or of Fabric, that this program uses.
 
-    ``lightning.pytorch`` and ``pytorch_lightning`` are separate copies, and a ``Trainer`` refuses the other one's
-    strategies. Looked up at each use, since which one has been imported may change.
+    They are separate, and a ``Trainer`` refuses the other one's strategies. Looked up at each use, since which one has
+    been imported may change.
     """
     import sys
 
-    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-        return "lightning_mist.strategy.pytorch_lightning"
-    return "lightning_mist.strategy.lightning"
-
-
-def _fabric_module() -> str:
-    """The module whose ``MistFabricStrategy`` belongs to the copy of Fabric that this program uses."""
-    import sys
-
-    if "lightning_fabric" in sys.modules and "lightning.fabric" not in sys.modules:
-        return "lightning_mist.strategy.lightning_fabric"
-    return "lightning_mist.strategy.fabric_of_lightning"
+    is_imported = [name.rpartition(".")[0] in sys.modules for name in homes]
+    return list(homes.values())[is_imported == [False, True]]
