@@ -35,7 +35,6 @@ from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from time import thread_time
 from types import MappingProxyType
-from typing import Any
 
 from lightning_mist.cost import profiles_of
 from lightning_mist.cost.time import copy_rates
@@ -78,14 +77,8 @@ class Asked:
     """For what plans are asked; of the search space the limits that hold for all of them."""
 
     global_batch_size: int
-    memory_limit: int | None
-    host_memory_limit: int | None
+    limits: Mapping[str, int | None]
     search: SearchSpace
-
-    def limits(self) -> dict[str, Any]:
-        """What a planner is asked beside the search space."""
-        names = ("global_batch_size", "memory_limit", "host_memory_limit")
-        return {name: getattr(self, name) for name in names}
 
 
 Spaces = Callable[[Planner, Asked], Iterator[tuple[float, SearchSpace]]]
@@ -279,8 +272,7 @@ def baselines(
     given, refused = search or SearchSpace(), _why_no_offload(planner)
     asked = Asked(
         global_batch_size=global_batch_size,
-        memory_limit=memory_limit,
-        host_memory_limit=host_memory_limit,
+        limits={"memory_limit": memory_limit, "host_memory_limit": host_memory_limit},
         search=SearchSpace(
             tensor_parallel_degrees=given.tensor_parallel_degrees,
             context_parallel_degrees=(),  # none of these tools searches it
@@ -327,7 +319,8 @@ def _searched(planner: Planner, asked: Asked, rival: Rival) -> ComparedPlan:
             break
         is_asked, left = True, most - spent if spent < most else most
         try:
-            found = planner.tune(**asked.limits(), search=replace(search, solver_seconds=left))
+            space = replace(search, solver_seconds=left)
+            found = planner.tune(global_batch_size=asked.global_batch_size, search=space, **asked.limits)
         except UndecidedError:
             is_late = True
             continue

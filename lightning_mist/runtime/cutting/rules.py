@@ -285,16 +285,13 @@ class Count:
 
     def of(self, values: Values) -> Tensor:
         """The count for a batch."""
-        return self.among(values[self.source], None if self.weight is None else values.leaf(self.weight))
-
-    def among(self, source: Tensor, weight: Tensor | None) -> Tensor:
-        """The count for these labels or selected positions."""
+        source: Tensor = values[self.source]
         if self.ignored is None:
             return source.sum() if source.dtype == torch.bool else torch.tensor(source.numel(), device=source.device)
         kept = source != self.ignored
-        if weight is None:
+        if self.weight is None:
             return kept.sum()
-        return (weight[source * kept] * kept).sum()
+        return (values.leaf(self.weight)[source * kept] * kept).sum()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
