@@ -16,6 +16,8 @@ from lightning_mist.hardware import Cluster, MixedCluster
 from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.units import parse_bytes
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 _FLAGS = (

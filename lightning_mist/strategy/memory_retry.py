@@ -32,11 +32,7 @@ lower than what was needed are rare (docs/memory-estimates.md), and three times 
 
 
 class _AnotherPlanError(Exception):
-    """The way from inside of an optimizer's step to around it."""
-
-    def __init__(self, batch: Any) -> None:
-        super().__init__("out of memory")
-        self.batch = batch
+    """The way from inside of an optimizer's step to around it, with the batch."""
 
 
 class FirstSteps:
@@ -64,7 +60,7 @@ class FirstSteps:
         hook, self._failed = self._module._current_fx_name, None
         yield self._stepping()
         while self._failed is not None:
-            batch, self._failed = self._failed.batch, None
+            (batch,), self._failed = self._failed.args, None
             self._module._current_fx_name = hook
             self._take_another(batch)
             yield self._stepping()

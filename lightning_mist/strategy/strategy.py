@@ -19,6 +19,7 @@ from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import empty_parameters
 from lightning_mist.strategy.checkpoints import Checkpoints
 from lightning_mist.strategy.empty_parameters import check_master_weights, take_masters
+from lightning_mist.strategy.given_arguments import DEFAULT_TIMEOUT
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.plan_installation import refuse_waiting
@@ -111,9 +112,6 @@ class SharedLoaders(EndsTogether):
         return self._one_of_each if is_everybody and not self._counts_all and self._one_of_each is not None else group
 
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-
 class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluation):
     """Trains as DDP would, on a plan that fits and is fast.
 
@@ -200,7 +198,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
@@ -410,7 +408,3 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         self.finish_saving()
         if self._monitor is not None and (self._watcher is None or self._watcher.all_end()):
             self._monitor.finish()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the names are registered when Lightning is imported."""

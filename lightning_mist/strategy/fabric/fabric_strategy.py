@@ -1,7 +1,7 @@
 """``MistFabricStrategy``: what Fabric talks to."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,12 +15,10 @@ from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import ranks
 from lightning_mist.strategy.fabric.loop_training import LoopTraining
 from lightning_mist.strategy.fabric.users_loop import Arrival, PlannedModule
-from lightning_mist.strategy.given_arguments import refuse_unknown
+from lightning_mist.strategy.given_arguments import DEFAULT_TIMEOUT, refuse_unknown
 from lightning_mist.strategy.plan_installation import refuse_unreduced
 from lightning_mist.strategy.ranks import ActingRank
 from lightning_mist.strategy.training import module_state
-
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class MistFabricBase(ActingRank, LoopTraining):
@@ -66,7 +64,7 @@ class MistFabricBase(ActingRank, LoopTraining):
         self_check: bool = True,
         verbose: bool = False,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
@@ -218,10 +216,6 @@ class MistFabricBase(ActingRank, LoopTraining):
         """What is pickled, before anything is set up."""
         return {**vars(self), "_decision": None, "_engine": None}
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the names are registered when Fabric is imported."""
-
 
 class _SyncControl:
     """Gradients that are only added up: what Fabric asks for ``no_backward_sync``."""
@@ -229,16 +223,13 @@ class _SyncControl:
     def __init__(self, strategy: MistFabricBase) -> None:
         self._strategy = strategy
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Inside, forwards are of batches whose gradients are not averaged over ranks yet."""
-        return self._accumulating(module) if enabled else nullcontext()
-
     @contextmanager
-    def _accumulating(self, module: nn.Module) -> Iterator[None]:
-        if not isinstance(module, PlannedModule):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """Inside, forwards are of batches whose gradients are not averaged over ranks yet."""
+        if enabled and not isinstance(module, PlannedModule):
             raise TypeError(
                 f"no_backward_sync of a {type(module).__name__}: it takes a module that was set up by fabric.setup or "
                 "fabric.setup_module"
             )
-        with replaced(self._strategy, averages=False):
+        with replaced(self._strategy, averages=False) if enabled else nullcontext():
             yield
