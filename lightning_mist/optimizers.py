@@ -62,11 +62,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def within(value: Any, depth: int = _DEPTH, seen: frozenset[int] | set[int] = frozenset()) -> Iterator[Any]:
-    """A value and what it leads to: items of containers, attributes, variables of functions, what wrappers are made of.
-
-    Args:
-        seen: Ids of what is not looked into.
-    """
+    """A value and what it leads to, but for ids in ``seen``: items, attributes, functions' variables, inner tensors."""
     yield value
     seen = seen if isinstance(seen, set) else set(seen)
     if _is_wrapper(value):

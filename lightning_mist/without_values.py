@@ -276,11 +276,7 @@ class BlockAnswer:
 def answer_of(
     inputs: Sequence[Any], output: Any, is_known: Callable[[Any], bool], *, keep_values: bool = False
 ) -> BlockAnswer | None:
-    """Describe a block's output, to answer for the block; ``None`` if it made something that is not known.
-
-    Args:
-        inputs: The leaves of its arguments.
-    """
+    """Describe what a block makes of leaves, to answer for it; ``None`` if it made something that is not known."""
     places = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
     leaves, structure = tree_flatten(output)
     found: list[Any] = []

@@ -15,11 +15,7 @@ from torch import Tensor
 
 
 class HostEvent:
-    """A point in a stream's work.
-
-    Attributes:
-        at: When it happened, in seconds of ``time.perf_counter``.
-    """
+    """A point in a stream's work, and when it happened, in seconds of ``time.perf_counter``."""
 
     __slots__ = ("_happened", "at")
 

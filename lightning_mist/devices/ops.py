@@ -15,11 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes of a device with a caching allocator.
-
-    Attributes:
-        used: In use by all programs, as the device says.
-    """
+    """Bytes of a device with a caching allocator; ``used`` by all programs, as the device says."""
 
     allocated: int
     peak_allocated: int

@@ -293,11 +293,7 @@ def baselines(
 
 
 def _best(planner: Planner, asked: Asked, rival: Rival, refused: str) -> ComparedPlan:
-    """The best plan of a baseline, with the kernels of its tool.
-
-    Args:
-        refused: Why nothing can be offloaded; empty if it can.
-    """
+    """The best plan of a baseline, with the kernels of its tool; ``refused`` says why nothing can be offloaded."""
     if refused and rival.offloads:
         return ComparedPlan(name=rival.name, plan=None, reason=refused)
     if len(planner.cluster.parts) > 1 and rival.spaces is _mist:

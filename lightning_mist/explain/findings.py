@@ -48,11 +48,7 @@ class Costs:
         return self.plan.num_microbatches * self.group(self.steady, group) + self.group(self.boundary, group)
 
     def step(self, changed: Mapping[int, tuple[float, float]] | None = None) -> float:
-        """Seconds of a step by the closed form.
-
-        Args:
-            changed: Steady and boundary seconds of groups of devices, where they are others than the plan's.
-        """
+        """Seconds of a step by the closed form, where some groups may have other steady and boundary seconds."""
         groups = range(self.plan.num_groups)
         times = {group: (self.group(self.steady, group), self.group(self.boundary, group)) for group in groups}
         steady, boundary = zip(*{**times, **(changed or {})}.values(), strict=True)

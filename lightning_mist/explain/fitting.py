@@ -32,11 +32,7 @@ WORTH_TELLING = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """A plan whose estimate fits, if one was found; else one whose estimate says that it does not.
-
-    Attributes:
-        notes: What to know of that, for people.
-    """
+    """A plan whose estimate fits, if one was found, else one whose estimate says that it does not; notes tell of it."""
 
     result: TuneResult
     asked: dict[str, Any]
@@ -49,10 +45,7 @@ def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], 
 
     However much longer that takes: a note says what a faster one risks. If none is found it is that which is most
     likely to fit of those that were made and take little longer (:data:`WORTH_PAYING`); its estimate says so, and a
-    note what the surest would take.
-
-    Args:
-        asked: What the planner was asked for the result.
+    note what the surest would take. ``asked`` is what the planner was asked for the result.
     """
     limit, note = asked["memory_limit"], ""
 
@@ -131,10 +124,6 @@ def _beside(best: Fitting, other: Fitting) -> str:
 
 
 def estimate_of(spec: ModelSpec, cluster: AnyCluster, found: Plan, limit: int | None) -> MemoryEstimate:
-    """What a plan needs of every device; the stage that needs most is replayed.
-
-    Args:
-        limit: Bytes of each device that may be used; by default all that it has.
-    """
+    """What a plan needs of every device, of which so many bytes may be used, or all; the largest stage is replayed."""
     estimator = Estimator(spec, cluster, limit or max(part.device.memory_bytes for part in cluster.parts))
     return estimate_plan(estimator, found, advise=False, replay="worst")

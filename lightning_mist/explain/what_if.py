@@ -54,11 +54,7 @@ class Machine:
 def better_machines(
     machine: Machine, *, global_batch_size: int, search: SearchSpace
 ) -> tuple[tuple[Machine, ...], tuple[str, ...]]:
-    """Machines to ask about, and why others are not.
-
-    Args:
-        search: The search space: what it does not offload needs no faster host.
-    """
+    """Machines to ask about, and why others are not: what is not offloaded needs no faster host, for one."""
     cluster, other = machine.cluster, replace(machine, is_other=True)
     collectives = [item for profile in machine.profiles for item in profile.collectives]
     found, left_out = [_more_memory(machine)], []

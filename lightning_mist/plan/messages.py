@@ -14,11 +14,7 @@ from lightning_mist.plan.rows import RowSlice, replica_of, row_slice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Rows that this rank shares with one data-parallel index of a neighbouring stage in one microbatch.
-
-    Attributes:
-        first: First of the rows, counted from the start of this rank's slice.
-    """
+    """Rows, counted from the start of this rank's slice, that it shares with others of a neighbouring stage."""
 
     ranks: tuple[int, ...]
     first: int

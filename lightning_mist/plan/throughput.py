@@ -26,11 +26,7 @@ class StepRates:
 
 
 def step_rates(plan: Plan, step_seconds: float) -> StepRates | None:
-    """What a plan achieves if its step takes so long, predicted or measured.
-
-    Returns:
-        The rates; None of a step that takes no time.
-    """
+    """What a plan achieves if its step takes so long, predicted or measured; None of a step that takes no time."""
     if step_seconds <= 0:
         return None
     rows = plan.global_batch_size / step_seconds

@@ -31,11 +31,7 @@ _COARSE_TOLERANCE = 5e-2
 
 
 class Steady(TorchFunctionMode):
-    """Inside, dropout drops nothing, and it is noted whether 16-bit arithmetic took part.
-
-    Attributes:
-        is_dropping: Whether something would have been dropped.
-    """
+    """Inside, dropout drops nothing; it is noted whether it was to, and whether 16-bit arithmetic took part."""
 
     def __init__(self, device: torch.device, *, without_dropout: bool) -> None:
         super().__init__()
@@ -80,7 +76,7 @@ def check_stages(
     Args:
         splits_backwards: Whether gradients of weights are made after those of all inputs, as zero-bubble schedules do.
         divided: The stages whose ranks share out rows otherwise than those of the next stage.
-        keeps_at_home: Whether gradients are kept in host memory, and are on the device one at a time.
+        keeps_at_home: As in :class:`GradientDifferences`.
 
     Raises:
         TraceError: If they differ; names the parameter that differs most.
@@ -204,11 +200,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def refuse_unchecked(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], divided: Collection[int]) -> None:
-    """Raise a TraceError at values that only :func:`check_stages`, not asked here, could show the same for all rows.
-
-    Args:
-        divided: The stages whose ranks share out rows otherwise than those of the next stage.
-    """
+    """Raise a TraceError at values that only :func:`check_stages`, not asked here, could show the same for all rows."""
     for stage in divided:
         for live in module_map.cuts[bounds[stage][1] - 1]:
             if live.batch_dim is None:

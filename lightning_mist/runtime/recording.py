@@ -42,11 +42,7 @@ class Recorded:
 
 
 class ActionRecorder:
-    """Measures what a rank does, while it is on.
-
-    Attributes:
-        is_on: Whether anything is recorded. Off it costs a look at this attribute per action.
-    """
+    """Measures what a rank does while ``is_on``; else it costs a look at that attribute per action."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = False
@@ -71,11 +67,7 @@ class ActionRecorder:
 
     @contextmanager
     def phase(self, name: str, *, waits: bool = False) -> Iterator[None]:
-        """Record what happens inside.
-
-        Args:
-            waits: Whether all of it is waiting for other ranks.
-        """
+        """Record what happens inside, all of it as waiting for other ranks if it ``waits``."""
         if not self.is_on:
             yield
             return

@@ -319,11 +319,7 @@ class PlanEvaluation(PlanInstallation):
     def _start_by(
         self, module_map: ModuleMap | None, source: int, call: Callable[[Any], Any], batch: Any
     ) -> str | None:
-        """Start on what is known of the evaluated step alone; why the plan does not fit it, if so.
-
-        Args:
-            source: A rank that has a batch.
-        """
+        """Start on what ``source`` knows of the evaluated step alone; why the plan does not fit it, if so."""
         plan, module = self._outside, self._module
         assert plan is not None
         assert module_map is not None

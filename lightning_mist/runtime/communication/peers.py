@@ -93,8 +93,7 @@ class Peers:
     def say(self, kind: str, number: int, text: str = "", *, wait_seconds: float = 0.0) -> None:
         """Let all ranks know something, in place of what was said of it before; this rank knows it at once.
 
-        Args:
-            wait_seconds: How long to wait until it has left this process.
+        It waits at most so long until that has left this process.
         """
         self._notes.setdefault((kind, number), {})[self.rank] = text
         sent = threading.Event()

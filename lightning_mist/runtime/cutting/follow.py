@@ -77,11 +77,7 @@ Labels = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A batch to follow, and how it is cut.
-
-    Attributes:
-        labels: Changes the labels of losses; None to leave them.
-    """
+    """A batch to follow, how it is cut, and what changes the labels of losses, if anything."""
 
     name: str
     leaves: Sequence[Tensor]
@@ -555,10 +551,7 @@ def alike(value: Any, other: Any) -> bool:
 
 
 def together(key: tuple[Hashable, ...], values: Sequence[Any], weights: Sequence[float], way: Way) -> Any:
-    """A batch's result from those of its parts.
-
-    Args:
-        weights: Shares of the rows that the parts have.
+    """A batch's result from those of its parts, which have these shares of the rows.
 
     Raises:
         ValueError: If it was the same for all parts when the batch was looked at, and is not now.

@@ -508,11 +508,7 @@ class UncuttableError(Exception):
 
 
 class Values(dict[Ref, Tensor]):
-    """The tensors of a step for one batch.
-
-    Args:
-        leaves: The tensors of the batch; calls may write into them.
-    """
+    """The tensors of a step for one batch, into whose own, the leaves, calls may write."""
 
     def __init__(self, leaves: Sequence[Tensor], rows: int) -> None:
         super().__init__({Ref(BATCH, index): leaf for index, leaf in enumerate(leaves)})
@@ -537,11 +533,7 @@ def run_entry(
     device: torch.device,
     change: Callable[[tuple[Any, ...], Any], Any] | None = None,
 ) -> list[Tensor]:
-    """Run one call; the tensors that it makes, which :attr:`values` then has too.
-
-    Args:
-        change: Gives another value for an argument, from its path and value.
-    """
+    """Run one call, its arguments changed by path and value; the tensors that it makes, which values then have too."""
 
     def argument(path: tuple[Any, ...], leaf: Any) -> Any:
         value = values.leaf(leaf)

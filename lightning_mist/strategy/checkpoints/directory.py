@@ -229,11 +229,7 @@ class StoredDirectory:
         parts: Mapping[str, AnyPart | None] | None = None,
         there: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What is stored under some keys, nested as it was saved; of parts what this rank has of them.
-
-        Args:
-            there: What is there already of these.
-        """
+        """What is stored under some keys, nested as it was saved, if not ``there``; of parts what this rank has."""
         found: dict[str, Any] = dict(there or {})
         asked: dict[str, Any] = {}
         for key in (keys := list(keys)):

@@ -223,11 +223,7 @@ class _Outputs(torch.autograd.Function):
 
 
 def connected(output: Any, arrival: Arrival, differentiable: Sequence[bool] | None = None) -> Any:
-    """An output of which all through which gradients can come tells an :class:`Arrival` of them.
-
-    Args:
-        differentiable: Of which leaves that is; by default of those that require a gradient.
-    """
+    """An output that tells an :class:`Arrival` of gradients of some leaves, by default of all that require them."""
     leaves, spec = tree_flatten(output)
     flags = differentiable or [is_a(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     chosen = [index for index, is_one in enumerate(flags) if is_one]

@@ -101,11 +101,7 @@ def machine_profile(
     *,
     is_fresh: bool = False,
 ) -> HardwareProfile:
-    """What was measured of this machine, on every rank: the kept profile, or a new one.
-
-    Args:
-        is_fresh: Whether to measure even if there is a kept one.
-    """
+    """What was measured of this machine, on every rank: the kept profile, if it is not to be fresh, or a new one."""
     dtypes = [torch.float32]
     reduced = _DTYPES.get(precision.partition("-")[0])
     if reduced is not None:

@@ -153,10 +153,9 @@ class FitPlanner:
         update: float,
         degrees: tuple[int, ...],
     ) -> tuple[str | None, tuple[int, ...]]:
-        """What measured layers leave to be searched, beside plain data parallelism that fits; on rank 0.
+        """Why measured layers leave nothing to be searched, if so, and which degrees could save more than they cost.
 
-        Returns:
-            Why nothing, if so; and the tensor-parallel degrees that could save more than they cost.
+        Beside plain data parallelism that fits; on rank 0.
         """
         if (saved := self._saved(update=update)) is None:
             return None, degrees

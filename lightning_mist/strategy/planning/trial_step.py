@@ -285,10 +285,7 @@ class TriedStep:
             around.release()
 
     def rule_out(self, found: ModuleMap) -> ModuleMap:
-        """The map, with what the step's runs here so far, its code and other ranks say against plans.
-
-        Called on all ranks at once.
-        """
+        """The map, with what the step's runs so far, its code and other ranks say against plans; on all at once."""
         return replace(found, exclusions=(*found.exclusions, *exclusions_of(self._reasons())))
 
     def _reasons(self) -> Reasons:
@@ -369,13 +366,7 @@ def _different(found: list[dict[str, int]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedStep:
-    """What a rank found of a step.
-
-    Attributes:
-        module_map: Where it can be cut; None if that cannot be told.
-        only_own: Why ranks may run it for batches of their own only.
-        failure: Why it cannot be told.
-    """
+    """Where a step can be cut, and why ranks may run it for batches of their own only; or why that cannot be told."""
 
     module_map: ModuleMap | None = None
     only_own: tuple[str, ...] = ()
@@ -423,11 +414,7 @@ def splits_of_evaluated(
     source: int,
     device: torch.device,
 ) -> ModuleMap:
-    """The map of an evaluated step with the ways to share layers that a plan asks for; on all ranks at once.
-
-    Args:
-        batch: One, on the rank ``source``.
-    """
+    """The map of an evaluated step with a plan's ways to share layers; on all ranks at once, ``source`` has a batch."""
     tensor, context = degrees_of(plan)
     if not (tensor and not found.excludes("tensor")) and not context:
         return found

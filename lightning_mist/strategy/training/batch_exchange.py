@@ -378,9 +378,6 @@ def check_same_samples(digests: Sequence[str | None], ranks: Sequence[int], load
 def of_loader(own: list[T], digest: str | None, plan: Plan, transport: Transport) -> list[T]:
     """What all ranks that share this one's data loader have of a batch; one of them has fed it, and has its results.
 
-    Args:
-        digest: Of the batch as this rank has loaded it.
-
     Raises:
         PlanError: If they have loaded different samples.
     """

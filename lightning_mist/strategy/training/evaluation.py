@@ -60,11 +60,7 @@ class _Told:
 
 
 class Evaluator:
-    """Runs an evaluated step over all ranks, for one loader after the other.
-
-    Args:
-        guard: Watches runs of the step where ranks share batches.
-    """
+    """Runs an evaluated step over all ranks, loader after loader, under a guard where ranks share batches."""
 
     def __init__(self, engine: Engine, guard: StepGuard | None) -> None:
         self._engine, self._transport, self._guard = engine, engine.transport, guard

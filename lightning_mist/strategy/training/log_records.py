@@ -568,11 +568,7 @@ def _logged(
 
 
 def replay(module: Any, records: Sequence[Record], extras: Any = None) -> Any:
-    """Log every record through the module itself, and make the calls of its metrics.
-
-    Returns:
-        The extras, with what metrics gave where that stands in them.
-    """
+    """Log every record through the module, make the calls of its metrics, and put what these gave into the extras."""
     make, found = make_calls(module)
     for record in records:
         if isinstance(record, MetricCall):

@@ -86,11 +86,7 @@ class ManualEngine(Engine):
     # Optimizers --------------------------------------------------------------------------------------------------
 
     def update(self, optimizer: Any, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
-        """Step what this rank owns of an optimizer, and give every rank what was updated.
-
-        Args:
-            step: Takes the optimizer's step, given its closure.
-        """
+        """Step, with a closure, what this rank owns of an optimizer, and give every rank what was updated."""
         owned = self.owned(optimizer)
         owned.check()
         self._all_do(_STEP, owned)

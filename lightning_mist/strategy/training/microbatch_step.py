@@ -190,11 +190,7 @@ class PartSteps:
             yield from batch.tensors()
 
     def check(self, copies: Mapping[int, Tensor]) -> None:
-        """See, after the last part, that all did what was proved, if that has waited.
-
-        Args:
-            copies: Tensors of a device in host memory, by the ``id`` of the original.
-        """
+        """See, after the last part, that all did what was proved, if that waited; copies are by originals' ``id``."""
         for batch in self._batches.values():
             if batch.waits:
                 batch.check(copies)

@@ -110,11 +110,7 @@ def whole_in_validation(trainer: Any, optimizers: list[Any]) -> str | None:
 
 
 def whole_in_evaluation(trainer: Any, kind: str) -> str | None:
-    """The same of an evaluation outside of a fit, for all hooks of it.
-
-    Args:
-        kind: ``"validation"``, ``"test"`` or ``"predict"``, as in the names of hooks.
-    """
+    """The same of an evaluation outside of a fit, whose kind is as in the names of hooks, for all hooks of it."""
     names = (*(name.format(kind) for name in _OF_EVALUATION), *_OF_BATCHES, *_OF_WRITERS)
     return _user_of_parameters(trainer, names, FitObjects(trainer, ()))
 
