@@ -4,11 +4,11 @@ Work that spans ranks is written as a generator that yields each :class:`Work` i
 own :func:`complete` runs it by blocking; tests run the generators of many ranks in one process.
 """
 
-import pickle
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -356,15 +356,8 @@ class DistributedTransport:
         if len(group) == 1:
             return _PendingResult(None, [value])
         handle = self._group(group, self._object_groups)
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in group]
-        dist.all_gather(sizes, torch.tensor([payload.numel()]), group=handle)
-        largest = max(int(size) for size in sizes)
-        padded = torch.zeros(largest, dtype=torch.uint8)
-        padded[: payload.numel()] = payload
-        gathered = [torch.empty(largest, dtype=torch.uint8) for _ in group]
-        dist.all_gather(gathered, padded, group=handle)
-        found = [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(gathered, sizes, strict=True)]
+        found: list[Any] = [None] * len(group)
+        dist.all_gather_object(found, value, group=handle)
         return _PendingResult(None, found)
 
     def _group_of(self, tensor: Tensor, ranks: Sequence[int]) -> Any:
@@ -573,7 +566,7 @@ class Neighbours:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._overlaps: dict[tuple[int, int, int, int | None], tuple[Overlap, ...]] = {}
+        self._overlaps = cache(partial(overlaps, mesh.plan))
         self._slices = tuple(row_slice(mesh.plan, mesh.rank, index) for index in range(mesh.plan.num_microbatches))
 
     def rows(self, microbatch: Microbatch) -> int:
@@ -615,10 +608,4 @@ class Neighbours:
         )
 
     def _of(self, rank: int, neighbour: int, microbatch: Microbatch) -> tuple[Overlap, ...]:
-        key = (rank, neighbour, microbatch.index, microbatch.batch_rows)
-        found = self._overlaps.get(key)
-        if found is None:
-            found = self._overlaps[key] = overlaps(
-                self._mesh.plan, rank, neighbour, microbatch.index, microbatch.batch_rows
-            )
-        return found
+        return self._overlaps(rank, neighbour, microbatch.index, microbatch.batch_rows)
