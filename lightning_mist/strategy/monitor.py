@@ -52,10 +52,6 @@ class _Bytes(NamedTuple):
     device: int | None
 
 
-def _most(values: Sequence[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
 class Monitor:
     """Measures seconds and bytes of a run and compares them with what was predicted.
 
@@ -202,11 +198,8 @@ class Monitor:
     def _stage(self, index: int, measured: Sequence[_Bytes]) -> StageReport:
         """One stage: what was said of its most loaded rank, and the most that any of them needed."""
         predicted, estimate = self.decision.plan.predicted, self.decision.estimate
-        most = _Bytes(
-            peak=max(rank.peak for rank in measured),
-            reserved=_most([rank.reserved for rank in measured]),
-            device=_most([rank.device for rank in measured]),
-        )
+        known = ([size for size in sizes if size is not None] for sizes in zip(*measured, strict=True))
+        most = _Bytes(*(max(sizes, default=None) for sizes in known))  # type: ignore[arg-type]
         need = None if estimate is None else estimate.stages[index]
         said = None if predicted is None else predicted.stages[index].peak_bytes
         return StageReport(
