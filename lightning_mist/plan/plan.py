@@ -32,12 +32,7 @@ the last stage, or all."""
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class StageMethod:
-    """How a stage computes what it computes, whatever it is of a network, and however many layers are recomputed.
-
-    Attributes:
-        checkpointing: What of recomputed layers is recomputed.
-        tail_chunks: As of a stage's plan.
-    """
+    """How a stage computes what it computes, whatever it is of a network, and however many layers are recomputed."""
 
     checkpointing: CheckpointingKind = "full"
     tail_chunks: int = 1

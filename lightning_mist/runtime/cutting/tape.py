@@ -26,12 +26,7 @@ from lightning_mist.tensors import batch_tensors
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor of a recorded step.
-
-    Attributes:
-        entry: Position of the call that made it, -1 for the tensors of the batch.
-        leaf: Which of that call's tensors, or of the batch's.
-    """
+    """A tensor of a recorded step: by the position of the call that made it, -1 for the batch, which of its tensors."""
 
     entry: int
     leaf: int

@@ -74,12 +74,7 @@ def check_content(path: Path, content: Any) -> None:
 
 
 class DirectoryWriter(FileSystemWriter):
-    """Writes a directory that takes its name when all ranks have written their files.
-
-    Args:
-        path: The same on every rank.
-        meta: What goes into ``meta.pt``; rank 0's is written.
-    """
+    """Writes a directory that takes its name when all ranks have written their files, rank 0 ``meta`` too."""
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
         super().__init__(partial_path(path))

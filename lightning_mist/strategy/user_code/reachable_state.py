@@ -43,12 +43,7 @@ _PLACES = frozenset(("_parameters", "_flat_weights"))
 
 
 class Survey:
-    """Looks at what code can reach.
-
-    Args:
-        without: Objects whose attributes are not looked at.
-        beside: Gives more values to look at, by name.
-    """
+    """Looks at what code can reach, but for attributes of some objects, and at values that ``beside`` gives by name."""
 
     def __init__(
         self, reach: Reach, without: Iterable[Any] = (), beside: Callable[[], Mapping[str, Any]] | None = None
