@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from hashlib import sha256
+from itertools import groupby
 from math import prod
 
 from lightning_mist.errors import PlanError
@@ -94,14 +95,8 @@ def _layer_kinds(module_map: ModuleMap) -> str:
                     name = ".".join([*parts[length:], attribute])
                     looks[block].append((name, use.shape, use.dtype))
     kinds: dict[tuple[tuple[str, tuple[int, ...], str], ...], int] = {}
-    runs: list[list[int]] = []
-    for block in module_map.blocks:
-        kind = kinds.setdefault(tuple(sorted(looks[block])), len(kinds))
-        if runs and runs[-1][0] == kind:
-            runs[-1][1] += 1
-        else:
-            runs.append([kind, 1])
-    return " ".join(f"{count}{_letter(kind)}" for kind, count in runs)
+    found = [kinds.setdefault(tuple(sorted(looks[block])), len(kinds)) for block in module_map.blocks]
+    return " ".join(f"{len(list(run))}{_letter(kind)}" for kind, run in groupby(found))
 
 
 def _letter(index: int) -> str:

@@ -56,20 +56,29 @@ def plan_of(
     data = _data_degree(data_parallel_degree, shared, world_size)
     rows, count = _rows(global_batch_size, data, num_microbatches, microbatch_size, shared)
     per_stage = _layers_of_each(num_layers, pipeline_stages * chunks)
-    degrees, settings = (data, context_parallel_degree, tensor_parallel_degree), (sequence_parallel, shard_degree)
-    meshes = _meshes(degrees, pipeline_stages, devices_per_node, *settings) * chunks
+    groups = [(data, tensor_parallel_degree * context_parallel_degree)] * pipeline_stages
+    meshes = [
+        StageMesh(
+            devices=devices,
+            data_parallel_degree=data,
+            tensor_parallel_degree=tensor_parallel_degree,
+            context_parallel_degree=context_parallel_degree,
+            sequence_parallel=sequence_parallel,
+            shard_degree=shard_degree,
+        )
+        for devices in rank_layout(groups, devices_per_node)
+    ]
     layers = per_stage if checkpointed_layers == "all" else checkpointed_layers
-    recomputed = Checkpointing(layers=layers, kind=checkpointing)
     stages = tuple(
         StagePlan(
             layers=(index * per_stage, (index + 1) * per_stage),
             mesh=mesh,
             microbatch_size=rows,
             zero_stage=ZeroStage(zero_stage),
-            checkpointing=recomputed,
+            checkpointing=Checkpointing(layers=layers, kind=checkpointing),
             offload=offload or OffloadRatios(),
         )
-        for index, mesh in enumerate(meshes)
+        for index, mesh in enumerate(meshes * chunks)
     )
     return Plan(
         global_batch_size=global_batch_size,
@@ -96,28 +105,6 @@ def _check_degrees(degrees: tuple[int, ...], schedule: ScheduleName, zero_stage:
             f"chunks = {chunks} under schedule {schedule!r}: a group of devices runs several stages under "
             "'interleaved-1f1b' only; use it, or chunks=1"
         )
-
-
-def _meshes(
-    degrees: tuple[int, int, int],
-    groups: int,
-    devices_per_node: int | None,
-    sequence_parallel: bool,
-    shard_degree: int | None,
-) -> list[StageMesh]:
-    """The devices of every group: by data-parallel index, then context-parallel, then tensor-parallel index."""
-    data, context, tensor = degrees
-    return [
-        StageMesh(
-            devices=devices,
-            data_parallel_degree=data,
-            tensor_parallel_degree=tensor,
-            context_parallel_degree=context,
-            sequence_parallel=sequence_parallel,
-            shard_degree=shard_degree,
-        )
-        for devices in rank_layout([(data, tensor * context)] * groups, devices_per_node)
-    ]
 
 
 def _data_degree(wanted: int | None, shared: int, world_size: int) -> int:
