@@ -56,14 +56,6 @@ def replica_ranks(plan: Plan, replica: int) -> tuple[int, ...]:
     return _replicas(plan)[replica]
 
 
-def feeders(plan: Plan, replica: int) -> tuple[int, ...]:
-    """The ranks of a replica whose batches are its rows, in this order, which is ascending.
-
-    Without ``data_parallel_size`` these are all its ranks.
-    """
-    return _feeders(plan)[replica]
-
-
 @lru_cache(maxsize=8)
 def _replicas(plan: Plan) -> tuple[tuple[int, ...], ...]:
     found: list[list[int]] = [[] for _ in range(plan.num_replicas)]
@@ -75,12 +67,13 @@ def _replicas(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=8)
-def _feeders(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The feeders of every replica.
+def feeders(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every replica whose batches are its rows, in this order, which is ascending.
 
-    Each loader's group has a rank in the replica that it feeds, and each replica as many loaders. There always is such
-    an assignment: groups are of one size and replicas too, so that any groups together have ranks in at least as large
-    a share of the replicas as they are of the groups (Hall's theorem). It is found along augmenting paths.
+    Without ``data_parallel_size`` these are all its ranks. Each loader's group has a rank in the replica that it feeds,
+    and each replica as many loaders. There always is such an assignment: groups are of one size and replicas too, so
+    that any groups together have ranks in at least as large a share of the replicas as they are of the groups (Hall's
+    theorem). It is found along augmenting paths.
     """
     replicas = _replicas(plan)
     if plan.data_parallel_size is None:
@@ -128,7 +121,7 @@ def row_slice(plan: Plan, rank: int, microbatch: int) -> RowSlice:
     """
     stage_index, index = plan.place_of(rank)
     stage = plan.stages[stage_index]
-    owners = feeders(plan, replica_of(plan, rank))
+    owners = feeders(plan)[replica_of(plan, rank)]
     per_replica = stage.data_parallel_degree // plan.num_replicas
     chunks = plan.num_microbatches * per_replica
     if chunks % len(owners):

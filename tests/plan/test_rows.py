@@ -31,7 +31,7 @@ def rows_of(plan, stage, microbatch, rows):
 def test_every_row_is_computed_once_on_every_stage_and_microbatches_agree_between_stages(plan, missing):
     # An uneven last batch has fewer rows than the plan was made for.
     rows = max(1, plan.global_batch_size // plan.num_loaders - missing)
-    feeding = [rank for replica in range(plan.num_replicas) for rank in feeders(plan, replica)]
+    feeding = [rank for ranks in feeders(plan) for rank in ranks]
     every_row = sorted((owner, row) for owner in feeding for row in range(rows))
     whole = rows == plan.global_batch_size // plan.num_loaders
     by_stage = []
@@ -41,7 +41,7 @@ def test_every_row_is_computed_once_on_every_stage_and_microbatches_agree_betwee
         assert sorted(computed) == every_row
         for found in microbatches:
             for replica, part in found.items():
-                assert {owner for owner, _ in part} <= set(feeders(plan, replica))
+                assert {owner for owner, _ in part} <= set(feeders(plan)[replica])
         by_stage.append(microbatches)
         if whole:
             size = stage.microbatch_size * stage.data_parallel_degree // plan.num_replicas
@@ -58,7 +58,7 @@ def test_replicas_divide_the_ranks(plan):
 
 @given(plans(max_devices=12, tensor_degrees=(1, 2), fewer_loaders=True))
 def test_each_loader_feeds_one_replica_by_a_rank_of_its_group_there(plan):
-    by_replica = [feeders(plan, replica) for replica in range(plan.num_replicas)]
+    by_replica = feeders(plan)
     assert sorted(loader_of(plan, rank) for ranks in by_replica for rank in ranks) == list(range(plan.num_loaders))
     assert len({len(ranks) for ranks in by_replica}) == 1
     for replica, ranks in enumerate(by_replica):
@@ -71,7 +71,7 @@ def test_each_loader_feeds_one_replica_by_a_rank_of_its_group_there(plan):
 def test_a_loader_whose_ranks_are_all_where_others_feed_makes_one_of_these_change():
     plan = plan_of(6, 1, {"devices": (0, 4, 2, 5, 1, 3), "tensor": 2}, data_parallel_size=3)
     # Ranks 4 and 5 find the replicas of ranks 0 and 2 taken, and rank 1 may feed in place of rank 0.
-    assert [feeders(plan, replica) for replica in range(3)] == [(4,), (2,), (1,)]
+    assert feeders(plan) == ((4,), (2,), (1,))
 
 
 @given(st.integers(1, 50), st.integers(1, 50))

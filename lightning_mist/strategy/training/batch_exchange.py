@@ -155,7 +155,7 @@ class BatchExchange:
     def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device) -> None:
         self.plan, self.rank, self.transport, self.device = plan, rank, transport, device
         replica = replica_of(plan, rank)
-        self.group, self.owners = replica_ranks(plan, replica), feeders(plan, replica)
+        self.group, self.owners = replica_ranks(plan, replica), feeders(plan)[replica]
         self._slices = {
             peer: tuple(row_slice(plan, peer, index) for index in range(plan.num_microbatches)) for peer in self.group
         }
