@@ -96,10 +96,14 @@ class SharedLoaders(EndsTogether):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", **more: Any) -> Any:
         """Reduce over one rank of each loader; has the arguments of Lightning's."""
+        if self._is_failing:
+            self.refuse_without_the_others("reducing a value over all ranks")
         return super().reduce(tensor, self._among(group), reduce_op, **more)
 
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False, **more: Any) -> Any:
         """Gather from one rank of each loader; has the arguments of Lightning's."""
+        if self._is_failing:
+            self.refuse_without_the_others("gathering a value from all ranks")
         return super().all_gather(tensor, self._among(group), sync_grads, **more)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True, **more: Any) -> bool:

@@ -25,7 +25,6 @@ from lightning_mist.runtime.communication import FailureWatcher, begin_anew, sta
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
-    from torch import Tensor
 
     from lightning_mist.strategy.training.engine import Engine
 else:
@@ -167,18 +166,6 @@ class EndsTogether(_Base):
     def broadcast(self, obj: Any, src: int = 0, **more: Any) -> Any:
         """Give all ranks what one has; while this rank fails it keeps its own."""
         return obj if self._is_failing else super().broadcast(obj, src, **more)
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce over all ranks."""
-        if self._is_failing:
-            self.refuse_without_the_others("reducing a value over all ranks")
-        return super().reduce(tensor, *args, **kwargs)
-
-    def all_gather(self, tensor: "Tensor", *args: Any, **kwargs: Any) -> "Tensor":
-        """Gather from all ranks."""
-        if self._is_failing:
-            self.refuse_without_the_others("gathering a value from all ranks")
-        return super().all_gather(tensor, *args, **kwargs)
 
 
 def _told(strategy: EndsTogether, connector: Any, number: int, frame: Any) -> None:

@@ -515,17 +515,13 @@ def read_in_step(module: Any) -> tuple[str, str, str] | None:
         return "gradients", type(module.training_step).__name__, "which is not read"
     start = [Code.of(item, tuple(holders.values())) for item in functions]
     for what, wanted in (("gradients", _OF_GRADIENTS), ("optimizer state", _OF_STATE)):
-        if (found := _read_in(start, wanted)) is not None:
+        if (found := gradients_read_in(start, wanted)) is not None:
             return what, *found
     return None
 
 
-def gradients_read_in(start: list[Code]) -> tuple[str, str] | None:
+def gradients_read_in(start: list[Code], wanted: frozenset[str] = _OF_GRADIENTS) -> tuple[str, str] | None:
     """The first name by which code, and what it calls by name, gets at gradients, and where; None if by none."""
-    return _read_in(start, _OF_GRADIENTS)
-
-
-def _read_in(start: list[Code], wanted: frozenset[str]) -> tuple[str, str] | None:
     # Of installed packages only what the user's code calls is read.
     for number, (code, _, _) in enumerate(reached(start, from_making=True)):
         attributes = {name for each in codes_in(code) for name in each.co_names if name != "grad" or _has_grad(each)}
