@@ -6,7 +6,6 @@ asks the engine. The user's optimizer updates what this rank owns, its state whe
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -191,7 +190,7 @@ def gradients_are_about_to_go(module: Any) -> bool:
 class _Mixed:
     """What is mixed into the class of an object while it works for an engine, for which no copy of it works."""
 
-    _mist_engine: Any  # None where there is none any more
+    _mist_engine: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         get = getattr(self, "__getstate__", None)
@@ -204,30 +203,22 @@ class _Whole(_Mixed):
     """Gradients made, and clipped, over all stages and shards; mixed into the plugin's class."""
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._mist_engine is None else self._mist_engine.around_backward():
+        with self._mist_engine.around_backward():
             return super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float, **more: Any) -> None:
-        if self._mist_engine is None:
-            super().clip_grad_by_norm(optimizer, clip_val, **more)  # type: ignore[misc]
-        else:
-            refuse_unknown(more, "module")
-            self._mist_engine.clip_by_norm(optimizer, clip_val)
+        refuse_unknown(more, "module")
+        self._mist_engine.clip_by_norm(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float, **more: Any) -> None:
-        if self._mist_engine is None:
-            super().clip_grad_by_value(optimizer, clip_val, **more)  # type: ignore[misc]
-        else:
-            refuse_unknown(more, "module")
-            self._mist_engine.clip_by_value(optimizer, clip_val)
+        refuse_unknown(more, "module")
+        self._mist_engine.clip_by_value(optimizer, clip_val)
 
 
 class _AgreeingScaler(_Mixed):
     """Every rank skips a step if any rank saw a gradient that is not finite; mixed into the scaler's class."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._mist_engine is None:
-            return super()._unscale_grads_(optimizer, inv_scale, *args, **kwargs)  # type: ignore[misc]
         with self._mist_engine.unscaling(optimizer, inv_scale):
             found = super()._unscale_grads_(optimizer, inv_scale, *args, **kwargs)  # type: ignore[misc]
         return self._mist_engine.agree_on_overflow(found)
