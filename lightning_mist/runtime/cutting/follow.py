@@ -72,7 +72,6 @@ _ARITHMETIC = frozenset(
 NEITHER = "the values of a batch are not those of its parts, one by one, nor their mean or sum"
 
 ANY = "any values"
-Labels = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ class Variant:
     name: str
     leaves: Sequence[Tensor]
     rows: tuple[int, ...]
-    labels: Labels | None = None
+    labels: Callable[[Tensor, int], Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class Findings:
             for entry in ancestors(tape, [item]):
                 known = [self.ways.get(ref, set()) for ref in entry.refs if entry.depends == "parameters"]
                 if any(len(ways & set(SIMPLE)) > 1 and "same" not in ways for ways in known):
-                    self.spoilt.setdefault(item, f"{_text(entry)}: its values do not tell a mean from a sum")
+                    self.spoilt.setdefault(item, f"{text_of(entry)}: its values do not tell a mean from a sum")
 
     def begin(self) -> None:
         """Begin again with what is known to be different, and find out anew which sums stand among means."""
@@ -209,7 +208,7 @@ class _Side:
         for item, *sizes in zip(items, *shapes, strict=False):
             ends = (item.start, item.stop) if isinstance(item, slice) and len({*sizes}) > 1 else ()
             if any(type(end) is int and abs(end) > self._lap for end in ends):
-                return f"{_text(entry)} takes tokens by a number that does not follow from how many there are"
+                return f"{text_of(entry)} takes tokens by a number that does not follow from how many there are"
         return None
 
     def _put_any(self, ref: Ref) -> None:
@@ -259,7 +258,7 @@ class _Side:
                 is_alike = all(part.shape == whole.shape for part in parts)
                 way = None if is_alike else shape_way(whole, parts)
                 if entry.block is not None or not (is_alike or (way is not None and self._is_of_rows)):
-                    return f"{_text(entry)} uses a value that depends on several rows of the batch in another way"
+                    return f"{text_of(entry)} uses a value that depends on several rows of the batch in another way"
                 self._found.add(entry.index, Whole(path, leaf, way))
             elif isinstance(leaf, Number) and entry.name in _ARITHMETIC and self._is_of_whole(leaf.origin):
                 self._found.add(entry.index, Whole(path, leaf))
@@ -319,7 +318,7 @@ class _Side:
         is_wanted = spoilt is None and entry.depends == "parameters"
         if is_wanted and not all(known & self._found.ways.get(ref, known) for ref, known in found.items()):
             repaired = self._repaired(entry)
-            spoilt, found = (f"{_text(entry)}: {NEITHER}", found) if repaired is None else (None, repaired)
+            spoilt, found = (f"{text_of(entry)}: {NEITHER}", found) if repaired is None else (None, repaired)
         for ref, known in found.items():
             if spoilt is not None:
                 self._found.spoilt.setdefault(ref, spoilt)
@@ -431,7 +430,8 @@ def leaves_of_part(leaves: Sequence[Tensor], first: int, end: int, lap: int | No
     return slice_tokens(list(leaves), first, end + lap)
 
 
-def _text(entry: TapeEntry) -> str:
+def text_of(entry: TapeEntry) -> str:
+    """A call and its place, for people."""
     return f"{entry.name if entry.block is None else f'layer {entry.block}'} at {entry.line}"
 
 
@@ -489,11 +489,7 @@ def leaves_of_result(key: tuple[Hashable, ...], value: Any) -> Iterator[Result]:
 def read_results(
     whole: Sequence[Result], fewer: Sequence[Result], reads: Mapping[tuple[Any, Any], Ref]
 ) -> list[Result]:
-    """Results with the tensors that plain numbers among them were read from.
-
-    Args:
-        reads: For pairs of numbers that were read, the tensor that they are from.
-    """
+    """Results with the tensors that plain numbers among them were read from, by what both runs read."""
     others = {result.key: result.value for result in fewer}
     found = []
     for result in whole:

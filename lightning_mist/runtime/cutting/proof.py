@@ -27,6 +27,7 @@ from lightning_mist.runtime.cutting.follow import (
     leaves_of_part,
     read_results,
     result_ways,
+    text_of,
 )
 from lightning_mist.runtime.cutting.mode import SUSPICIOUS
 from lightning_mist.runtime.cutting.rules import (
@@ -656,8 +657,7 @@ def _try_decision(tape: Tape, read: TapeEntry, refs: Sequence[Ref]) -> None:
 
 
 def _refused(entry: TapeEntry) -> UncuttableError:
-    what = entry.name if entry.block is None else f"layer {entry.block}"
     return UncuttableError(
-        f"the step draws random numbers other than dropout ({what} at {entry.line}): parts of a batch would draw "
-        "others than the whole"
+        f"the step draws random numbers other than dropout ({text_of(entry)}): parts of a batch would draw others than "
+        "the whole"
     )

@@ -296,11 +296,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """An argument that depends on the batch alone, and not row by row, is that of the whole batch.
-
-    Attributes:
-        way: Along which rows a part has its own piece of it; None if every part uses all of it.
-    """
+    """An argument that depends on the batch alone, and not row by row, is that of the whole, or a piece along a way."""
 
     path: tuple[Any, ...]
     value: Any
@@ -510,20 +506,17 @@ def portable_entry(entry: TapeEntry, module: nn.Module) -> TapeEntry:
     Raises:
         UncuttableError: If the function cannot be found by its name.
     """
-    args, kwargs = portable_values((entry.args, entry.kwargs), module)
-    return replace(entry, function=_portable(entry), args=args, kwargs=kwargs, read=None)
-
-
-def _portable(entry: TapeEntry) -> Callable[..., Any]:
-    function = entry.function
+    function, can_be_found = entry.function, False
     if getattr(function, "__name__", "") == "__get__":
-        return attrgetter(entry.name)
+        function, can_be_found = attrgetter(entry.name), True
     with suppress(pickle.PicklingError, AttributeError, TypeError):
-        if entry.block is None and pickle.loads(pickle.dumps(function)) == function:
-            return function
-    raise UncuttableError(
-        f"what the loss counts is worked out by {entry.name} at {entry.line}, which is not one of torch's functions"
-    )
+        can_be_found |= entry.block is None and pickle.loads(pickle.dumps(function)) == function
+    if not can_be_found:
+        raise UncuttableError(
+            f"what the loss counts is worked out by {entry.name} at {entry.line}, which is not one of torch's functions"
+        )
+    args, kwargs = portable_values((entry.args, entry.kwargs), module)
+    return replace(entry, function=function, args=args, kwargs=kwargs, read=None)
 
 
 def portable_values(value: Any, module: nn.Module) -> Any:
