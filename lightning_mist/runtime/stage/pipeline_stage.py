@@ -38,6 +38,7 @@ from lightning_mist.plan.calls import (
 )
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.module_map import LiveTensor
+from lightning_mist.recomputation import users_checkpoints
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.process_state import get_random_state, inside_block, set_random_state
@@ -45,9 +46,9 @@ from lightning_mist.runtime.stage.skipped_blocks import FakeParameters, SkippedB
 from lightning_mist.runtime.stage.stage_split import (
     StageSplit,
     TransportGroup,
-    behind_blocks,
     checkpoint_block,
     neutral_checkpointing,
+    repeating_in,
 )
 from lightning_mist.runtime.stage.unit_runner import UnitRunner
 from lightning_mist.without_values import INDEXING, become, fake_mode, is_known_mask, without_warnings
@@ -57,11 +58,7 @@ from lightning_mist.without_values import INDEXING, become, fake_mode, is_known_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """A tensor that a stage will receive.
-
-    Attributes:
-        length: Size of the whole tensor along the dimension of the sequence; 1 if it has none.
-    """
+    """A tensor that a stage will receive; its length is the whole one's along the sequence, 1 if it has none."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -490,7 +487,8 @@ class PipelineStage:
                 run.objects[block_value(position, leaf)] = value
         if position < len(self._blocks) - 1:
             return
-        run.behind.enter_context(behind_blocks(self.split, self._deferring))
+        # What users checkpoint there is recomputed.
+        run.behind.enter_context(users_checkpoints(repeating_in(self.split, self._deferring)))
         if self.tail is not None:
             raise StepExit
         if position < self._first:

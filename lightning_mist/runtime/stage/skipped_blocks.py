@@ -39,7 +39,9 @@ class _Guessed(TorchFunctionMode):
         if tensor is not None and is_read(name, args, kwargs):
             return guess_read(name, args, kwargs, tensor)
         if name in INDEXING and isinstance(args[0], FakeTensor):
-            known = tree_map_only(FakeTensor, _everywhere, args[1])
+            known = tree_map_only(
+                FakeTensor, lambda item: some_places(item.shape, 1) if item.dtype == torch.bool else item, args[1]
+            )
             func, args = select(name, func, (args[0], known, *args[2:]), is_known_mask)
         return func(*args, **kwargs)
 
@@ -47,10 +49,6 @@ class _Guessed(TorchFunctionMode):
 def _run(block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _Guessed(), memory_rules():
         return block(*args, **kwargs)
-
-
-def _everywhere(tensor: Tensor) -> Tensor:
-    return some_places(tensor.shape, 1) if tensor.dtype == torch.bool else tensor
 
 
 class SkippedBlocks:
@@ -78,11 +76,7 @@ class SkippedBlocks:
         kwargs: dict[str, Any],
         context: Hashable,
     ) -> Any:
-        """What a block returns, in fakes.
-
-        Args:
-            context: What else its output's form depends on (autocast, training).
-        """
+        """What a block returns, in fakes, whose form depends on a context (autocast, training) too."""
         if position in self._leaking:
             return _run(original, args, kwargs)
         inputs, form = tree_flatten((args, kwargs))

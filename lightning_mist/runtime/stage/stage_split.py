@@ -6,7 +6,7 @@ stage is sequence or context parallel, in equal parts along the sequence.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -133,11 +133,7 @@ class StageSplit:
 
 
 class TransportGroup:
-    """A :class:`~lightning_mist.tensor_parallel.group.TensorGroup` that waits for every collective.
-
-    Args:
-        ranks: Global ranks by their place in the group, the transport's own among them.
-    """
+    """A :class:`~lightning_mist.tensor_parallel.group.TensorGroup` of global ranks that waits for every collective."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int], *, adds_later: bool = False) -> None:
         self.adds_later = adds_later
@@ -172,15 +168,10 @@ class TransportGroup:
 
 neutral_checkpointing = SharedPatch(recomputation.neutral_checkpointing)
 """Inside, ``torch.utils.checkpoint`` runs functions as they are, except those of :func:`checkpoint_block`, and in their
-thread those of :func:`behind_blocks`."""
+thread those behind the last block."""
 
 
-def behind_blocks(split: StageSplit | None, within: Within) -> AbstractContextManager[None]:
-    """Behind the last block: what users checkpoint there is recomputed, in a context made by ``within``."""
-    return recomputation.users_checkpoints(_repeating(split, within))
-
-
-def _repeating(split: StageSplit | None, within: Within) -> Within:
+def repeating_in(split: StageSplit | None, within: Within) -> Within:
     """Makes contexts of what runs again in backward, where the step's own context is no longer entered."""
     sequence = {} if split is None else split.context.sequence
 
@@ -215,7 +206,7 @@ def checkpoint_block(
     leaves, form = tree_flatten((args, kwargs))
     placements = {index: leaf.placement for index, leaf in enumerate(leaves) if isinstance(leaf, SplitTensor)}
     parts = [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves]
-    repeating = _repeating(split, within)
+    repeating = repeating_in(split, within)
 
     def block(*given: Any) -> Any:
         whole = list(given)

@@ -31,7 +31,7 @@ from lightning_mist.runtime.stage.parameter_guard import ParameterGuard, refused
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.stage_program import StageUnits, lines_of
-from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, moved_parameters, plan_units
+from lightning_mist.schedule.stage_units import expanded_units, offloaded_parameters, plan_units
 from lightning_mist.schedule.unit_checks import check_units
 
 
@@ -92,11 +92,7 @@ class UnitRunner:
             self.shards.engage()
 
     def begin(self, action: Action, *, marks: bool) -> None:
-        """Take up an action of the rank's list.
-
-        Args:
-            marks: Whether it is a forward whose backward will come.
-        """
+        """Take up an action of the rank's list; ``marks`` tells of a forward whether its backward will come."""
         self._watch(False)
         self._left = deque((self._updating if self._is_updating() else self._lines).get(action, ()))
         self._units, self._unit = {line.unit for line in self._left if line.kind in COMPUTATIONS}, None
@@ -288,9 +284,13 @@ def make_unit_runner(
         if is_needed
         else None
     )
-    offloaded_gradients = _offloaded_gradients(
-        mesh, module_map, parameters, by_key, actions, streams, pools[0], transport, even
-    )
+    offloaded_gradients, ratio = None, plan.stages[mesh.stage].offload.gradients
+    backwards = Counter(a.stage for a in actions if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
+    if ratio and backwards:
+        offloaded = offloaded_parameters(plan, module_map, mesh.stage, ratio, trained=True)
+        offloaded_gradients = OffloadedGradients(
+            mesh, parameters, by_key, offloaded, backwards, streams=streams, pool=pools[0], transport=transport
+        )
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {
         (stage, unit): plan.stages[stage].kept_ratio(unit) for stage in units for unit in units[stage].activations
@@ -305,26 +305,6 @@ def make_unit_runner(
         guard=None if shards is None else ParameterGuard(shards.away),
         activations=OffloadedActivations(ratios, held, streams, pools[0]) if ratios else None,
         offloaded_gradients=offloaded_gradients,
-    )
-
-
-def _offloaded_gradients(
-    mesh: Mesh,
-    module_map: ModuleMap,
-    parameters: Mapping[str, nn.Parameter],
-    units: Mapping[UnitKey, ShardUnit],
-    actions: Sequence[Action],
-    streams: CopyStreams,
-    pool: HostPool,
-    transport: Transport,
-    even: EvenShards | None,
-) -> OffloadedGradients | None:
-    offloaded = moved_parameters(mesh.plan, module_map, mesh.stage)["G"]
-    backwards = Counter(a.stage for a in actions if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
-    if not offloaded or not backwards:
-        return None
-    return OffloadedGradients(
-        *(mesh, parameters, units, offloaded, backwards), streams=streams, pool=pool, transport=transport, even=even
     )
 
 
