@@ -404,11 +404,7 @@ def span(size: int, rows: int, overlap: Overlap) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """What of a tensor is exchanged with one rank.
-
-    Attributes:
-        start: Where it begins along the sequence, counted from the start of this rank's part.
-    """
+    """What of a tensor is exchanged with one rank; along the sequence counted from the start of this rank's part."""
 
     rank: int
     overlap: Overlap

@@ -38,9 +38,6 @@ _NOTICE = struct.Struct("<QQQ?")
 _SMALL = 1 << 12
 """Entries of a buffer that is read anew before every batch: what is written through its ``data`` leaves no mark."""
 
-Step = Callable[..., Any]
-"""The user's step: takes a batch and, as far as its signature has them, numbers of the batch and of its loader."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
@@ -129,13 +126,13 @@ class Evaluator:
         loader: int,
         batch: Any,
         numbers: Sequence[int] | None,
-        step: Step,
+        step: Callable[..., Any],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         """Run the step on this rank's batch, and on those of others; called on all ranks at once.
 
         Args:
-            numbers: What the step is called with behind the batch; None if this rank has no batch.
+            numbers: Of the batch and its loader, as far as the step takes them; None if this rank has no batch.
             context: The step's, in which what it logged is logged.
 
         Returns:
@@ -165,7 +162,7 @@ class Evaluator:
         loader: int,
         batch: Any,
         numbers: Sequence[int] | None,
-        step: Step,
+        step: Callable[..., Any],
     ) -> tuple[Any, Sequence[Record]]:
         """What the step gave for this rank's batch, and what it logged."""
         engine, guard = self._engine, self._guard

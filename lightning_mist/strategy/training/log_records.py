@@ -325,7 +325,7 @@ class MetricRecorder:
         self._keep(call)
         if method != "forward":
             return None
-        if not stored(metric, "_enable_compute_groups") is not None:
+        if stored(metric, "_enable_compute_groups") is None:
             return MetricOutput(self, OutputOf(call.key))
         entries = [metric._set_name(key) for key in metric.keys(keep_base=True)]
         return {entry: MetricOutput(self, OutputOf(call.key, entry)) for entry in entries}

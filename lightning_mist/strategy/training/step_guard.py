@@ -26,14 +26,12 @@ from lightning_mist.tensors import batch_signature
 _PATIENCE = 3
 """Batches of new sizes at which the same name may change: what grows with the longest batch is no state."""
 
-Acting = Callable[[int | None], None]
-"""Is told whose rows the step sees from now on; ``None`` for this rank's own."""
-
 
 class StepGuard:
     """Watches the runs of a step under a plan, on one rank; the module is as it was when the plan was made.
 
     Args:
+        acting: Is told whose rows the step sees from now on; ``None`` for this rank's own.
         records_metrics: Whether calls of the module's metrics are recorded: what they hold is each rank's own.
     """
 
@@ -43,7 +41,7 @@ class StepGuard:
         plan: Plan,
         rank: int,
         reach: Reach,
-        acting: Acting,
+        acting: Callable[[int | None], None],
         *,
         records_metrics: bool = False,
     ) -> None:
