@@ -31,7 +31,7 @@ from lightning_mist.runtime.stage.parameter_guard import ParameterGuard, refused
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.stage_program import StageUnits, lines_of
-from lightning_mist.schedule.stage_units import expanded_units, offloaded_parameters, plan_units
+from lightning_mist.schedule.stage_units import expanded_units, moved_parameters, plan_units
 from lightning_mist.schedule.unit_checks import check_units
 
 
@@ -284,12 +284,15 @@ def make_unit_runner(
         if is_needed
         else None
     )
-    offloaded_gradients, ratio = None, plan.stages[mesh.stage].offload.gradients
+    offloaded_gradients, offloaded = None, moved_parameters(plan, module_map, mesh.stage)["G"]
     backwards = Counter(a.stage for a in actions if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
-    if ratio and backwards:
-        offloaded = offloaded_parameters(plan, module_map, mesh.stage, ratio, trained=True)
+    if offloaded and backwards:
         offloaded_gradients = OffloadedGradients(
-            mesh, parameters, by_key, offloaded, backwards, streams=streams, pool=pools[0], transport=transport
+            *(mesh, parameters, by_key, offloaded, backwards),
+            streams=streams,
+            pool=pools[0],
+            transport=transport,
+            even=even,
         )
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {
