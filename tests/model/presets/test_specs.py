@@ -88,7 +88,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "precision", "capability"), CASES)
 def test_it_is_what_a_trace_says(monkeypatch, family, precision, capability):
     shape = shape_of(family)
-    expected = traced(monkeypatch, shape, precision, (4,), capability)
+    expected = traced(monkeypatch, shape, precision, (4,), capability).evenly()
     found = preset_spec(
         shape,
         name="small",
