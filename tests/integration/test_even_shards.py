@@ -1,7 +1,9 @@
 """Optimizers over pieces of parameters: two ranks end where one process does, to the bit."""
 
+import copy
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -193,6 +195,45 @@ def test_what_is_asked_of_gradients_is_asked_of_those_elsewhere(zero, change):
     wanted, found = (on_all_ranks(model, plan, partial(two_of_two, model=model, change=change))[0] for plan in plans)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def in_lightnings_order(engine, model):
+    """Gradients are cleared between forward and backward, of one layer again behind it; a step is left out."""
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    engine.take_optimizer(optimizer)
+    engine.hollow()
+    norms = []
+    for step in range(3):
+        batch = copy.copy(model.batches[step % 2][engine.rank])
+        _, loss = engine.train_batch(batch, lambda part: engine.module.training_step(part, 0), keeps_gradients=True)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 2:
+            for name, parameter in engine.module.named_parameters():
+                parameter.grad = None if ".0." in name else parameter.grad
+        norms.append(engine.clip_by_norm(optimizer, 0.05))
+        if step != 1:
+            optimizer.step()
+            complete(engine.executor.gather_parameters())
+    return norms, engine.module_values()
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_is_cleared_is_gone_wherever_it_is(zero, looks):
+    model = subject("nano_even", torch.float64)
+    if looks:
+        seen = model.module_map.excluding("a hook reads parameters", "sharded_parameters")
+        model = replace(model, module_map=seen)
+    plans = [
+        make_plan([4], degrees=[RANKS], rows=PARITY_ROWS, zero=stage, offload=offload)
+        for stage, offload in ((0, None), (zero, OffloadRatios(gradients=1.0)))
+    ]
+    work = partial(in_lightnings_order, model=model)
+    (norms, wanted), (found, values) = (on_all_ranks(model, plan, work)[0] for plan in plans)
+    torch.testing.assert_close(found, norms, rtol=1e-12, atol=0)
+    for name, value in wanted.items():
+        torch.testing.assert_close(values[name], value, rtol=1e-12, atol=1e-12)
 
 
 class Raising(torch.optim.AdamW):

@@ -12,7 +12,6 @@ as far as the batch alone determines it (masks, tables).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -103,12 +102,19 @@ class Stack:
         }
         self.born: list[Born] = []
         self.arriving: dict[int, int | None] = {}
-        self.way, self.given = cache(self._way), cache(self._what_is_given)
+        self._ways: dict[tuple[int, bool], PartEvents] = {}
+        self._given: dict[tuple[int, bool, bool], dict[int, Release]] = {}
         self._arriving_labels: dict[int, Label] = {}
         self._bytes: list[int] = []
 
-    def _way(self, part: int, *, first: bool) -> PartEvents:
+    def way(self, part: int, *, first: bool) -> PartEvents:
         """How a region runs."""
+        key = part, first
+        if key not in self._ways:
+            self._ways[key] = self._way(part, first)
+        return self._ways[key]
+
+    def _way(self, part: int, first: bool) -> PartEvents:
         shape, last = self.shape, self.spec.num_layers + 1
         if part in (0, last):
             # The head keeps for recomputed layers what they are called with; they come first, so one is enough.
@@ -200,10 +206,13 @@ class Stack:
         found = self.given(target, backward=backward, first=first).get(slot)
         return None if found is None else self.absolute(found.dies, target)
 
-    def _what_is_given(self, part: int, *, backward: bool, first: bool) -> dict[int, Release]:
+    def given(self, part: int, *, backward: bool, first: bool) -> dict[int, Release]:
         """What a region does to the tensors that it is given, by their index."""
-        events = self.way(part, first=first)
-        return {item.slot: item for item in (events.arriving if backward else events.entering)}
+        key = part, backward, first
+        if key not in self._given:
+            events = self.way(part, first=first)
+            self._given[key] = {item.slot: item for item in (events.arriving if backward else events.entering)}
+        return self._given[key]
 
     def wanted(self, item: Born, *, first: bool) -> tuple[str, ...]:
         """The parameters whose gradients are made of an allocation, by their canonical names."""

@@ -351,6 +351,7 @@ class OffloadedGradients:
                 continue
             values = item.own(item.home).mul_(factor.to(item.home.device))
             if item.earlier is not None and item.earlier_present:
+                self._clear_earlier(item)
                 before = self._there(item, item.earlier, item.earlier_present)
                 now = self._there(item, item.home, item.present)
                 earlier = item.own(item.earlier)
@@ -365,6 +366,16 @@ class OffloadedGradients:
             let_go(item.home)
         self._changes.clear()
 
+    def _clear_earlier(self, item: GradientSum) -> None:
+        """Leave out what has been cleared since the batch began."""
+        assert item.earlier is not None
+        for index, view in enumerate(item.own_views(item.earlier)):
+            if item.bucket.parameters[index].grad is None:
+                view.zero_()
+                item.earlier_present = [*item.earlier_present[:index], False, *item.earlier_present[index + 1 :]]
+                if item.even is None:
+                    item.earlier[item.bucket.numel :][index:][:1] = 0.0
+
     def multiply(self, factor: Tensor) -> None:
         """Multiply all gradients, when they are fetched."""
         if self._norms:
@@ -377,8 +388,9 @@ class OffloadedGradients:
         self._changes.append(change)
 
     def norms(self) -> Mapping[str, Tensor]:
-        """Norms of the gradients by name; 0 of those that are not there."""
-        return self._norms
+        """Norms of the gradients by name; 0 of those that are not there, none of those that were cleared."""
+        having = {item.bucket.names[at] for p, (_, item, at) in self._at.items() if p.grad is not None}
+        return {name: norm for name, norm in self._norms.items() if name in having}
 
     def take(self, key: UnitKey) -> dict[nn.Parameter, Tensor]:
         """Gradients of a unit that were fetched for its update; call :meth:`done` behind that."""

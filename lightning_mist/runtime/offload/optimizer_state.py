@@ -40,6 +40,7 @@ from lightning_mist.runtime.host_memory import (
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.offload.unit_steps import UnitSteps, as_now
 from lightning_mist.runtime.parameters import (
+    AbsentGradient,
     EvenShards,
     FlatShard,
     MasterWeights,
@@ -330,6 +331,9 @@ class OffloadedState:
             self._updated[key] = {(p, _MASTER): fetched[p] if p in moved else p.data for p in fetched}
             if self._masters is not None:
                 self._masters.updated_evenly(flats)
+        for parameter in gradients:
+            if type(parameter.grad) is AbsentGradient:
+                parameter.grad = None  # it has been updated with
         if self._gradients is not None:
             self._gradients.done(key)
 

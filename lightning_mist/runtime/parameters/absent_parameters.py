@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan
@@ -138,7 +139,8 @@ class AbsentGradient(Tensor):
 
 @lru_cache
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+    # Everybody gets the same.
+    with torch.inference_mode(False), _disable_current_modes():
         return torch.zeros((), dtype=dtype, device=device)
 
 
