@@ -24,8 +24,8 @@ class Options:
             L4 one that takes 3.7 % longer by the form wins so.
         beside_offloaded: The same where state may be offloaded: of what is then best other schedules may gain nothing.
             For 2.7 billion parameters on 8 L4 one that takes 5.8 % longer by the form takes 15 % less under ZB-H1.
-        near_offloaded: The same with what may be offloaded, of which evaluating all that are so near takes most of a
-            search. With 1.02 and 1.03 the plans of all questions in the record
+        near_offloaded: As ``near_resident`` with what may be offloaded, of which evaluating all that are so near takes
+            most of a search. With 1.02 and 1.03 the plans of all questions in the record
             ``plan-hashes-after_amd-epyc-2-cores_202611.json`` are the same.
         enough_near: Pipelines that are enough for the clock and other schedules to choose among: others are not looked
             for any more. Of long pipelines on many devices there are more, and the optimum of each is proven. The plans

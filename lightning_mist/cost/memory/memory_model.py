@@ -251,7 +251,10 @@ class MemoryModel:
         zero_K, sent_K = candidates.zero_stage_K, np.ones(len(candidates))
         if shares is not None:
             sent_K = sent_K + self.holdings.is_even / degree
-            imbalance_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K - held.trained_K / degree, 0.0)
+            # Of what several parts use a gradient is whole until the first of them has run.
+            waits_K = held.reused_K * (1 - 1 / degree) * self.holdings.is_even
+            more_K = shares.trained_K - held.trained_K / degree + waits_K
+            imbalance_K = np.where(zero_K >= ZeroStage.GRADIENTS, more_K, 0.0)
             shards_K = zero_K >= ZeroStage.PARAMETERS
             away = shares.forward_AK * shards_K, shares.backward_AK * shards_K
         return StageRuns(

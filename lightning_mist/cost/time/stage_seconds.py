@@ -154,7 +154,7 @@ def corrected_terms(profile: HardwareProfile, seconds: StageSeconds) -> StageSec
     """Seconds of stages whose regions are corrected already, the other terms corrected too."""
     if not profile.corrections:
         return seconds
-    return replace(
+    found = replace(
         seconds,
         **{
             f"{name}_K": getattr(seconds, f"{name}_K") * factor_of(profile.corrections, term)
@@ -162,3 +162,7 @@ def corrected_terms(profile: HardwareProfile, seconds: StageSeconds) -> StageSec
             for name in names
         },
     )
+    # Which of these terms are deferred nobody has kept apart.
+    before_K, after_K = (item.update_K + item.update_copies_K + item.gather_K for item in (seconds, found))
+    deferred_K = seconds.deferred_K * np.divide(after_K, before_K, out=np.ones_like(before_K), where=before_K > 0)
+    return replace(found, deferred_K=deferred_K)

@@ -290,8 +290,9 @@ def range_bounds(
             counted = {zero_stage: {zero_stage} for zero_stage in zeros}
             if slot.shard_group is not None:
                 counted.pop(0, None)  # Without it there are no groups.
-            elif ZeroStage.OPTIMIZER in zeros and 0 in zeros:
-                # Of every microbatch the time is the same; in memory it is never more.
+            elif ZeroStage.OPTIMIZER in zeros and 0 in zeros and "optimizer" not in space.search.offloaded:
+                # Of every microbatch the time is the same; in memory it is never more. What is offloaded of the head
+                # and the tail passes in parts without ZeRO only.
                 counted[ZeroStage.OPTIMIZER] |= counted.pop(0)
             common = arranged.of_any_zero()
             rows += [{**common, **arranged.of_zero(zero_stage, counted[zero_stage])} for zero_stage in sorted(counted)]

@@ -125,7 +125,7 @@ def test_products_in_float8_are_named_and_have_no_price():
 
 def test_their_seconds_are_those_of_layers_that_were_timed():
     spec = described(Net(Float8Linear))
-    one = {"rows": (32,), "forward": (1e-3,), "backward": (2e-3,), "spread": 0.0}
+    one = {"rows": (32,), "forward": (1e-3,), "backward": (2e-3,)}
     layers = {"head": (), spec.layers[0].kind: (0, 1, 2, 3), "tail": ()}
     timed = attach_seconds(spec, [LayerSeconds(kind=kind, layers=of, **one) for kind, of in layers.items()])
     assert tuned(timed).plan.predicted.step_seconds > 0

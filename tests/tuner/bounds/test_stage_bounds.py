@@ -99,6 +99,10 @@ def test_none_does_whose_checkpoints_have_a_share_of_their_own(first_seed):
     assert sum(compare(*question(seed, checkpoints=True)) for seed in range(first_seed, first_seed + 15)) > 200
 
 
+def test_state_passes_in_parts_without_zero_only():
+    assert compare(*question(213)) > 30
+
+
 @pytest.mark.parametrize("seed", [133, 234, 846, 923])
 def test_parameters_of_the_outermost_units_are_not_counted_as_fetched(seed):
     assert compare(*question(seed)) > 30
