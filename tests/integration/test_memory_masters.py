@@ -108,7 +108,9 @@ def test_what_moves_is_counted_with_masters(traced, ratios):
         needs, replays = stage_memory(spec, plan), replay_plan(spec, plan, plain=False)
         for stage, (need, replay, use) in enumerate(zip(needs, replays, uses, strict=True)):
             found[name, stage] = (need.peak_bytes / use.device - 1, replay.peak_bytes / use.device - 1)
-            assert abs(need.host_bytes / use.host - 1) <= (0.06 if "activations" in ratios else 0.02), (name, use.host)
+            # What lies between small parameters in flat buffers is more than of large ones.
+            bound = 0.06 if "activations" in ratios else 0.02 if plan.stages[stage].zero_stage else 0.01
+            assert abs(need.host_bytes / use.host - 1) <= bound, (name, use.host)
     assert min(need for need, _ in found.values()) >= -UNDER, found
     # Of so small a network what is left on the fullest rank, and what is moved of another, differ by whole matrices.
     assert max(need for need, _ in found.values()) <= (0.12 if 0.3 in ratios.values() else 2 * OVER), found

@@ -108,7 +108,7 @@ def test_ranks_that_share_rows(traced, name):
     measured = measure_peaks(module, spec.module_map, plan, [make_batch(ROWS) for _ in range(plan.world_size)])
     replays, sums = replay_plan(spec, plan, plain=False), stage_memory(spec, plan)
     for replay, told, peak in zip(replays, sums, measured, strict=True):
-        # Numbers of a few bytes beside pieces are not told.
-        assert -2 * TOLERANCE <= replay.peak_bytes / peak - 1 <= 0.01
+        # Numbers of a few bytes beside pieces in host memory are not told.
+        assert -(1 + plan.stages[0].offload.any) * TOLERANCE <= replay.peak_bytes / peak - 1 <= 0.01
         # Of so small a model buffers of what moves are told as large as its largest unit's.
         assert -0.01 <= told.peak_bytes / peak - 1 <= (0.3 if plan.stages[0].offload.any else 0.02)
