@@ -89,14 +89,14 @@ class _Outgoing:
     works: list[Work] = field(default_factory=list)
 
     def take(self) -> list[Tensor | None]:
-        """The gradients that have arrived, for the tensors that a graph hangs on; they are no longer kept here."""
+        """Gradients that arrived for tensors that a graph hangs on; one rank alone has that of what has no rows."""
         parts, self.gradients = self.gradients, []
         self.works.clear()
         found: list[Tensor | None] = []
         for number, (crossing, is_connected) in enumerate(zip(self.crossings, self.is_connected, strict=True)):
             part = parts.pop(0)
             if is_connected:
-                found.append(crossing.join(part) if any(each[number] for each in self.present) else None)
+                found.append(crossing.join(part) if part and any(each[number] for each in self.present) else None)
         return found
 
 

@@ -154,6 +154,12 @@ def test_three_groups_of_chunks():
     assert_equal(run_plan(module, module_map, plan, batches[:3]), reference(module, batches[:3]))
 
 
+def test_the_gradient_of_what_has_no_rows_comes_to_one_rank_alone():
+    module, module_map, batches = prepared("t5", torch.float64)
+    plan = plan_for(len(module_map.blocks), stages=2, degrees=[2, 1], zero=1, uneven=True)
+    assert_equal(run_plan(module, module_map, plan, batches[:3]), reference(module, batches[:3]))
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("name", MODELS)
 def test_parity_in_single_precision(name):
