@@ -274,6 +274,7 @@ _RATIOS = ("--offload-ratios", "[0,0.5,1]")
         ("llama-7b", "1x1xA100-80", ()),
         ("llama-7b", "1x2xRTX3090", ("--num-stages", 2)),
         ("llama3-8b", "1x1xRTX4090", ("--host-memory-limit", "250GiB")),
+        ("llama3-8b", "1x1xGH200", ()),
         (
             "llama3-70b",
             "1x8xA100-80",
