@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
-from lightning_mist.tuner.candidates import EVERY_PART
 from lightning_mist.tuner.inter_stage.problem import InterStageProblem
 from lightning_mist.tuner.inter_stage.slot_options import EndOptions
 from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, SuffixWalk
@@ -65,14 +64,13 @@ def arcs_of(problem: InterStageProblem, known: float = np.inf) -> Arcs:
     suffixes = Suffixes(problem.alone())
     bottlenecks_K = suffixes.bottlenecks()
     bottlenecks_K = bottlenecks_K[bottlenecks_K * problem.num_microbatches <= known * _ROUNDING]
-    if not len(bottlenecks_K):
+    first = suffixes.first_walk(bottlenecks_K)
+    if first is None:
         return _joined(problem, [])
     walk = suffixes.walk(float(bottlenecks_K[-1]))
-    if not walk.values:
-        return _joined(problem, [])
     count, states = len(problem.slots), len(walk.states.row_J) + 1
     found = []
-    for item in matching(suffixes, walk, problem.num_microbatches, _least_bottleneck(suffixes, bottlenecks_K), known):
+    for item in matching(suffixes, walk, problem.num_microbatches, first.bottleneck, known):
         stage = count - 1 - item.behind
         from_A = np.where(stage > 0, 1 + stage * states + item.from_A, 0)
         to_A = np.where(item.to_A < 0, -1, 1 + (stage + 1) * states + item.to_A)
@@ -91,24 +89,10 @@ def _leading_on(found: list[IntArray], num_stages: int) -> list[IntArray]:
     return [arc_4A[:, kept_A]]
 
 
-def _least_bottleneck(suffixes: Suffixes, bottlenecks_K: FloatArray) -> float:
-    """The least bottleneck time at which there is an answer; there is one at the last."""
-    low, high = 0, len(bottlenecks_K) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if suffixes.walk(float(bottlenecks_K[middle])).values:
-            high = middle
-        else:
-            low = middle + 1
-    return float(bottlenecks_K[high])
-
-
 def _of_single(problem: InterStageProblem, known: float) -> Arcs:
     slot = problem.slots[0]
-    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == sum(problem.num_devices))
-    fits_K &= slot.part_K == (0 if len(problem.num_devices) == 1 else EVERY_PART)
     least_K = problem.num_microbatches * slot.steady_K + np.maximum(slot.boundary_K, 0.0)
-    index_K = np.flatnonzero(fits_K & (least_K <= known * _ROUNDING))
+    index_K = np.flatnonzero(problem.uses_all() & (least_K <= known * _ROUNDING))
     return _joined(problem, [np.stack([np.zeros_like(index_K), index_K, np.zeros_like(index_K), index_K * 0 - 1])])
 
 

@@ -22,19 +22,15 @@ Array axes
 """
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import thread_time
 
 import numpy as np
 
-from lightning_mist.cost import step_seconds
 from lightning_mist.cost.inputs import FloatArray
-from lightning_mist.tuner.candidates import EVERY_PART
 from lightning_mist.tuner.inter_stage.problem import PRECISION, Answer, Family, InterStageProblem
 from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, SuffixWalk
-
-__all__ = ["PRECISION", "FamilyAnswer", "least_peak", "solve", "solve_each", "solve_family"]
 
 _NOTED = 3
 """Numbers of stages whose answer is looked at after a pass, those with the least sums."""
@@ -117,8 +113,8 @@ def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = 
     for count in asked:
         result = _Search(family, walks, below[count], deadline, only=count).run()
         if result.num_stages:
-            best, slots = result.answers[count], family.problem(count).slots
-            slowest = max(float(slot.steady_K[index]) for slot, index in zip(slots, best.chosen, strict=True))
+            best = result.answers[count]
+            slowest = float(family.problem(count).steady(best.chosen).max())
             search = _Search(family, walks, below[count], deadline, only=count, slowest=slowest)
             other = search.run().answers.get(count, _NONE)
             found[count] = replace(best, lower_bottleneck=other.chosen)
@@ -136,20 +132,14 @@ def least_peak(problem: InterStageProblem) -> tuple[float, tuple[int, ...]] | No
     if len(problem.slots) == 1:
         best = _least_of_single(problem, problem.slots[0].steady_K)
         return None if best is None else (float(problem.slots[0].steady_K[best]), (best,))
-    suffixes, num_stages = Suffixes(problem.alone()), len(problem.slots)
-
-    def attempt(value: float) -> tuple[int, ...] | None:
-        walk = suffixes.walk(value)
-        return suffixes.chosen(walk, num_stages) if walk.values else None
-
-    return _bisect(suffixes.bottlenecks(), attempt)
+    suffixes = Suffixes(problem.alone())
+    walk = suffixes.first_walk(suffixes.bottlenecks())
+    return None if walk is None else (walk.bottleneck, suffixes.chosen(walk, len(problem.slots)))
 
 
 def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | None:
     """The choice of a single stage with the least value."""
-    slot = problem.slots[0]
-    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == sum(problem.num_devices))
-    fits_K &= slot.part_K == (0 if len(problem.num_devices) == 1 else EVERY_PART)
+    fits_K = problem.uses_all()
     best = int(np.where(fits_K, value_K, np.inf).argmin())
     return best if fits_K[best] else None
 
@@ -347,22 +337,5 @@ class _Search:
 
     def _costs(self, num_stages: int, chosen: tuple[int, ...]) -> tuple[float, float]:
         """Steady seconds of the slowest stage of an answer, and its step seconds."""
-        tails = self.family.tails[num_stages - 2 :: -1] if num_stages > 1 else ()
-        slots = (self.family.heads[num_stages], *tails)
-        steady = np.array([slot.steady_K[index] for slot, index in zip(slots, chosen, strict=True)])
-        boundary = np.array([slot.boundary_K[index] for slot, index in zip(slots, chosen, strict=True)])
-        return float(steady.max()), step_seconds(steady, boundary, self.family.num_microbatches)
-
-
-def _bisect(
-    values_K: FloatArray, attempt: Callable[[float], tuple[int, ...] | None]
-) -> tuple[float, tuple[int, ...]] | None:
-    low, high, best = 0, len(values_K), None
-    while low < high:
-        middle = (low + high) // 2
-        found = attempt(float(values_K[middle]))
-        if found is None:
-            low = middle + 1
-        else:
-            high, best = middle, (float(values_K[middle]), found)
-    return best
+        problem = self.family.problem(num_stages)
+        return float(problem.steady(chosen).max()), problem.objective(chosen)

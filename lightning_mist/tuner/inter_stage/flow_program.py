@@ -28,10 +28,10 @@ ones, so that the relaxation is tight. Memory does not appear: what does not fit
 good as a known one can have are left out (:mod:`lightning_mist.tuner.inter_stage.arcs`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from time import thread_time
-from typing import Any, Literal
+from typing import Any, NamedTuple, TypeAlias
 
 import highspy
 import numpy as np
@@ -42,8 +42,6 @@ from lightning_mist.tuner.inter_stage.arcs import Arcs, arcs_of
 from lightning_mist.tuner.inter_stage.problem import PRECISION, Answer, Incumbent, InterStageProblem
 from lightning_mist.tuner.options import OPTIONS
 
-Status = Literal["optimal", "infeasible", "time limit"]
-
 TOLERANCE = 1e-9
 """Feasibility tolerance of rows and integrality, in scaled units; HiGHS's own 1e-6 would show in step times."""
 
@@ -52,108 +50,41 @@ class SolverError(RuntimeError):
     """HiGHS ended otherwise than with an answer, a proof that there is none, or because time was up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class Solution(NamedTuple):
     """What the solver says.
 
     Attributes:
-        status: ``"optimal"`` within the solver's tolerances, ``"infeasible"``, or ``"time limit"``.
-        values: Value of every variable; empty if there is no feasible point.
-        objective: Objective at these values, infinite without.
-        bound: Proven lower bound of the objective.
+        taken: Whether each arc is part of the pipeline; empty if there is no feasible point.
+        bound: Proven lower bound of the objective in seconds, infinite if there is proven to be no feasible point.
     """
 
-    status: Status
-    values: FloatArray
-    objective: float
+    taken: BoolArray
     bound: float
 
 
-@dataclass(slots=True)
-class _Rows:
-    starts: list[int] = field(default_factory=lambda: [0])
-    indices: list[IntArray] = field(default_factory=list)
-    values: list[FloatArray] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
+_Row: TypeAlias = tuple[IntArray, FloatArray, float, float]
+"""Variables of a constraint, their coefficients, and the lower and upper limit of the sum."""
 
 
 class FlowProgram:
-    """A mixed-integer linear program to be minimised.
+    """The program of some arcs: variables are ``x``, ``T``, ``D``, then ``W``; seconds are in units of the largest."""
 
-    Args:
-        scale: Typical size of the continuous variables and of the objective, such as the largest time in seconds.
+    def __init__(self, arcs: Arcs, num_microbatches: int) -> None:
+        self.scale = max(1e-12, float(arcs.steady_A.max()), float(arcs.boundary_A.max()))
+        self.arcs = replace(arcs, steady_A=arcs.steady_A / self.scale, boundary_A=arcs.boundary_A / self.scale)
+        self.bottlenecks = _bottlenecks(self.arcs)
+        self._slowest, self._exposed = len(arcs), len(arcs) + 1
+        self._shares = len(arcs) + 2 + np.arange(len(self.bottlenecks) - 1)
+        self._costs = np.concatenate([self.arcs.steady_A, [num_microbatches - 1, 1], np.zeros(len(self._shares))])
+        stages = [self.arcs.stage_A == stage for stage in range(int(arcs.stage_A.max()) + 1)]
+        self._stages = [np.flatnonzero(at_A) for at_A in stages]
 
-    Raises:
-        ValueError: If the scale is not positive and finite.
-    """
-
-    def __init__(self, scale: float = 1.0) -> None:
-        if not 0.0 < scale < np.inf:
-            raise ValueError(f"scale = {scale}: a scale is positive and finite")
-        self.scale = scale
-        self._costs: list[FloatArray] = []
-        self._binary: list[bool] = []
-        self._upper: list[float] = []
-        self._rows = _Rows()
-
-    @property
-    def num_variables(self) -> int:
-        """Number of variables so far."""
-        return len(self._binary)
-
-    def add_binaries(self, costs: Sequence[float] | FloatArray) -> IntArray:
-        """Variables in {0, 1} with these objective coefficients; returns their indices."""
-        return self._add(np.asarray(costs, dtype=np.float64) / self.scale, binary=True, upper=1.0)
-
-    def add_shares(self, number: int) -> IntArray:
-        """Variables from 0 to 1 that cost nothing themselves; returns their indices."""
-        return self._add(np.zeros(number), binary=False, upper=1.0)
-
-    def add_seconds(self, costs: Sequence[float] | FloatArray) -> IntArray:
-        """Variables of at least 0 that are measured in units of the scale; returns their indices."""
-        return self._add(np.asarray(costs, dtype=np.float64), binary=False, upper=np.inf)
-
-    def _add(self, costs: FloatArray, *, binary: bool, upper: float) -> IntArray:
-        first = self.num_variables
-        self._costs.append(costs)
-        self._binary += [binary] * len(costs)
-        self._upper += [upper] * len(costs)
-        return np.arange(first, first + len(costs))
-
-    def add_row(
-        self,
-        plain: IntArray,
-        coefficients: FloatArray,
-        *,
-        lower: float = -np.inf,
-        upper: float = np.inf,
-        seconds: Sequence[tuple[int, float]] = (),
-    ) -> None:
-        """A constraint ``lower <= sum of coefficients x plain + sum of factors x seconds <= upper``.
-
-        Args:
-            plain: Indices of variables without a unit: binary ones and shares.
-            coefficients: Their coefficients; in a row with ``seconds`` these are times and are scaled.
-            lower: Lower limit (0 or infinite in a row with ``seconds``).
-            upper: Upper limit (0 or infinite in a row with ``seconds``).
-            seconds: Index and factor of variables in seconds.
-        """
-        factor = 1.0 / self.scale if seconds else 1.0
-        indices = np.concatenate([plain, np.array([index for index, _ in seconds], dtype=np.int64)])
-        values = np.concatenate([coefficients * factor, np.array([value for _, value in seconds])])
-        self._rows.indices.append(indices)
-        self._rows.values.append(values)
-        self._rows.starts.append(self._rows.starts[-1] + len(indices))
-        self._rows.lower.append(lower)
-        self._rows.upper.append(upper)
-
-    def solve(self, *, time_limit: float, start: FloatArray | None = None) -> Solution:
+    def solve(self, *, time_limit: float, path: tuple[int, ...] = ()) -> Solution:
         """Minimise.
 
         Args:
             time_limit: Seconds after which the best point so far is taken.
-            start: A feasible point to begin with: every variable's value, times in seconds.
+            path: The arcs of a feasible point to begin with, if one is known.
 
         Raises:
             SolverError: If HiGHS ends in any other way.
@@ -170,53 +101,89 @@ class FlowProgram:
         ):
             solver.setOptionValue(option, value)
         solver.passModel(self._model())
-        if start is not None:
+        if path:
             point = highspy.HighsSolution()
-            point.col_value = list(np.where(self._plain(), start, start / self.scale))
+            point.col_value = list(self._point(path))
             solver.setSolution(point)
         solver.run()
         return self._read(solver)
 
-    def _plain(self) -> BoolArray:
-        """Which variables are without a unit."""
-        return np.isfinite(self._upper)
+    def _point(self, path: tuple[int, ...]) -> FloatArray:
+        """The values of all variables where the pipeline has these arcs."""
+        found, at = np.zeros(len(self._costs)), list(path)
+        steady, boundary = self.arcs.steady_A[at], self.arcs.boundary_A[at]
+        found[at] = 1.0
+        found[self._slowest] = steady.max()
+        # Boundary time of stages that the steady times in front of them do not hide.
+        found[self._exposed] = max(0.0, float((boundary - np.cumsum(steady) + steady).max()))
+        found[self._shares] = self.bottlenecks[1:] <= steady.max()
+        return found
 
     def _model(self) -> highspy.HighsLp:
+        rows = [*self._one_flow(), *self._slowest_stage(), *self._paces(), *self._not_hidden()]
+        indices, values, lower, upper = zip(*rows, strict=True)
+        num_arcs, num_variables = len(self.arcs), len(self._costs)
+        most = np.ones(num_variables)
+        most[[self._slowest, self._exposed]] = highspy.kHighsInf
         model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = self.num_variables, len(self._rows.lower)
-        model.col_cost_ = np.concatenate(self._costs)
-        model.col_lower_ = np.zeros(self.num_variables)
-        model.col_upper_ = np.minimum(self._upper, highspy.kHighsInf)
-        model.row_lower_ = np.maximum(self._rows.lower, -highspy.kHighsInf)
-        model.row_upper_ = np.minimum(self._rows.upper, highspy.kHighsInf)
+        model.num_col_, model.num_row_ = num_variables, len(rows)
+        model.col_cost_, model.col_lower_, model.col_upper_ = self._costs, np.zeros(num_variables), most
+        model.row_lower_, model.row_upper_ = np.array(lower), np.minimum(upper, highspy.kHighsInf)
         model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.array(self._rows.starts, dtype=np.int32)
-        model.a_matrix_.index_ = np.concatenate(self._rows.indices).astype(np.int32)
-        model.a_matrix_.value_ = np.concatenate(self._rows.values)
+        model.a_matrix_.start_ = np.cumsum([0, *map(len, indices)], dtype=np.int32)
+        model.a_matrix_.index_ = np.concatenate(indices).astype(np.int32)
+        model.a_matrix_.value_ = np.concatenate(values)
         integer, continuous = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        model.integrality_ = [integer if is_binary else continuous for is_binary in self._binary]
+        model.integrality_ = [integer] * num_arcs + [continuous] * (num_variables - num_arcs)
         return model
+
+    def _one_flow(self) -> Iterator[_Row]:
+        """One unit leaves the first node; what enters any other leaves it."""
+        inner = np.flatnonzero(self.arcs.to_A >= 0)
+        node = np.concatenate([self.arcs.from_A, self.arcs.to_A[inner]])
+        sign = np.concatenate([np.ones(len(self.arcs)), -np.ones(len(inner))])
+        variable = np.concatenate([np.arange(len(self.arcs)), inner])
+        order = np.argsort(node, kind="stable")
+        for part in np.split(order, np.flatnonzero(np.diff(node[order])) + 1):
+            amount = 1.0 if node[part[0]] == 0 else 0.0
+            yield variable[part], sign[part], amount, amount
+
+    def _slowest_stage(self) -> Iterator[_Row]:
+        """T is at least the steady time of every stage."""
+        for at in self._stages:
+            yield np.append(at, self._slowest), np.append(-self.arcs.steady_A[at], 1.0), 0.0, np.inf
+
+    def _paces(self) -> Iterator[_Row]:
+        """T is at least every steady time that some stage reaches."""
+        for at in self._stages:
+            steady = self.arcs.steady_A[at]
+            for share, bottleneck in zip(self._shares, self.bottlenecks[1:], strict=True):
+                slow = at[steady >= bottleneck]
+                if len(slow):
+                    yield np.append(slow, share), np.append(-np.ones(len(slow)), 1.0), 0.0, np.inf
+        # A variable without cost that is always 1 would do for p[0]; the flow out of the first node is.
+        first = np.flatnonzero(self.arcs.from_A == 0)
+        steps = np.concatenate([np.full(len(first), -self.bottlenecks[0]), -np.diff(self.bottlenecks), [1.0]])
+        yield np.concatenate([first, self._shares, [self._slowest]]), steps, 0.0, np.inf
+
+    def _not_hidden(self) -> Iterator[_Row]:
+        """D is at least what of a stage's boundary time exceeds the steady times of the stages before it."""
+        for stage, at in enumerate(self._stages):
+            before = np.concatenate([np.empty(0, dtype=np.int64), *self._stages[:stage]])
+            coefficients = np.concatenate([self.arcs.steady_A[before], -self.arcs.boundary_A[at], [1.0]])
+            yield np.concatenate([before, at, [self._exposed]]), coefficients, 0.0, np.inf
 
     def _read(self, solver: Any) -> Solution:
         statuses = highspy.HighsModelStatus
         status, info = solver.getModelStatus(), solver.getInfo()
         if status == statuses.kInfeasible:
-            return Solution(status="infeasible", values=np.empty(0), objective=np.inf, bound=np.inf)
+            return Solution(np.empty(0, dtype=bool), np.inf)
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         stopped = status in (statuses.kTimeLimit, statuses.kSolutionLimit, statuses.kInterrupt)
         if not stopped and not (status == statuses.kOptimal and found):
             raise SolverError(f"HiGHS ended with {solver.modelStatusToString(status)} on a program it should solve")
-        bound = info.mip_dual_bound * self.scale
-        if not found:
-            return Solution(status="time limit", values=np.empty(0), objective=np.inf, bound=bound)
-        values = np.array(solver.getSolution().col_value)
-        values = np.where(self._plain(), np.where(self._binary, np.round(values), values), values * self.scale)
-        return Solution(
-            status="time limit" if stopped else "optimal",
-            values=values,
-            objective=info.objective_function_value * self.scale,
-            bound=bound,
-        )
+        values = np.array(solver.getSolution().col_value) if found else np.empty(0)
+        return Solution(values[: len(self.arcs)] > 0.5, info.mip_dual_bound * self.scale)
 
 
 _REFUTED = "HiGHS has found a faster plan than the dynamic program had proven to be possible: please report this"
@@ -244,45 +211,29 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
     arcs = arcs_of(problem, known)
     if not len(arcs):
         # With a known answer there are its own arcs: that none are left has proven nothing.
-        return none if incumbent is None or np.isinf(known) else _unproven(problem, incumbent)
+        return none if incumbent is None or np.isinf(known) else _unproven(incumbent)
     if incumbent is not None and incumbent.chosen and len(arcs) > OPTIONS.check_arcs:
-        return _unproven(problem, incumbent)
-    program = FlowProgram(scale=max(1e-12, float(arcs.steady_A.max()), float(arcs.boundary_A.max())))
-    x = program.add_binaries(arcs.steady_A)
-    slowest, exposed = (int(index) for index in program.add_seconds([problem.num_microbatches - 1.0, 1.0]))
-    add_one_flow(program, arcs, x)
-    add_slowest(program, arcs, x, slowest)
-    bottlenecks = _bottlenecks(arcs)
-    shares = add_bottlenecks(program, arcs, x, slowest, bottlenecks)
-    add_exposed(program, arcs, x, exposed)
-    start = None
+        return _unproven(incumbent)
+    program = FlowProgram(arcs, problem.num_microbatches)
     path = _path(arcs, incumbent.chosen) if incumbent is not None else ()
-    if path:
-        start = np.zeros(program.num_variables)
-        start[x[list(path)]] = 1.0
-        start[slowest] = arcs.steady_A[list(path)].max()
-        start[exposed] = _exposed(arcs.steady_A[list(path)], arcs.boundary_A[list(path)])
-        start[shares] = bottlenecks[1:] <= start[slowest]
-    solution = program.solve(time_limit=time_limit, start=start)
-    if not len(solution.values):
+    solution = program.solve(time_limit=time_limit, path=path)
+    if not len(solution.taken):
         if incumbent is None or np.isinf(known):
-            return replace(none, bound=max(solution.bound, problem.lower_bound()))
+            return replace(none, bound=solution.bound)
         # A program that has a known answer and that the solver calls infeasible has proven nothing either.
-        bound = -np.inf if solution.status == "infeasible" else solution.bound
-        return _unproven(problem, incumbent, bound)
-    taken = np.flatnonzero(solution.values[x] > 0.5)
+        return _unproven(incumbent, solution.bound if solution.bound < np.inf else -np.inf)
+    taken = np.flatnonzero(solution.taken)
     order = taken[np.argsort(arcs.stage_A[taken])]
     chosen = tuple(int(index) for index in arcs.choice_A[order])
     objective = problem.objective(chosen)
     if incumbent is not None and incumbent.chosen and incumbent.objective <= objective:
         chosen, objective = incumbent.chosen, incumbent.objective
-    bound = min(max(solution.bound, problem.lower_bound()), objective)
-    return Answer(chosen=chosen, objective=objective, bound=bound)
+    return Answer(chosen=chosen, objective=objective, bound=min(solution.bound, objective))
 
 
-def _unproven(problem: InterStageProblem, incumbent: Answer, bound: float = -np.inf) -> Answer:
-    """A known answer with what is known without the solver, or with what it says if that is more."""
-    return replace(incumbent, bound=min(max(bound, problem.lower_bound()), incumbent.objective))
+def _unproven(incumbent: Answer, bound: float = -np.inf) -> Answer:
+    """A known answer with what the solver has proven, if anything."""
+    return replace(incumbent, bound=min(bound, incumbent.objective))
 
 
 def _bottlenecks(arcs: Arcs) -> FloatArray:
@@ -305,55 +256,6 @@ def _path(arcs: Arcs, chosen: tuple[int, ...]) -> tuple[int, ...]:
         path.append(int(fits[0]))
         node = int(arcs.to_A[fits[0]])
     return tuple(path)
-
-
-def _exposed(steady: FloatArray, boundary: FloatArray) -> float:
-    """Boundary time of stages that the steady times in front of them do not hide."""
-    return max(0.0, float((boundary - np.cumsum(steady) + steady).max()))
-
-
-def add_one_flow(program: FlowProgram, arcs: Arcs, x: IntArray) -> None:
-    """One unit leaves the first node; what enters any other leaves it."""
-    inner = arcs.to_A >= 0
-    node = np.concatenate([arcs.from_A, arcs.to_A[inner]])
-    sign = np.concatenate([np.ones(len(arcs)), -np.ones(int(inner.sum()))])
-    variable = np.concatenate([x, x[inner]])
-    order = np.argsort(node, kind="stable")
-    for part in np.split(order, np.flatnonzero(np.diff(node[order])) + 1):
-        amount = 1.0 if node[part[0]] == 0 else 0.0
-        program.add_row(variable[part], sign[part], lower=amount, upper=amount)
-
-
-def add_slowest(program: FlowProgram, arcs: Arcs, x: IntArray, slowest: int) -> None:
-    """T is at least the steady time of every stage."""
-    for stage in range(int(arcs.stage_A.max()) + 1):
-        at = arcs.stage_A == stage
-        program.add_row(x[at], -arcs.steady_A[at], lower=0.0, seconds=[(slowest, 1.0)])
-
-
-def add_bottlenecks(program: FlowProgram, arcs: Arcs, x: IntArray, slowest: int, bottlenecks: FloatArray) -> IntArray:
-    """T is at least every steady time that some stage reaches; returns the variables W."""
-    shares = program.add_shares(len(bottlenecks) - 1)
-    for stage in range(int(arcs.stage_A.max()) + 1):
-        at = arcs.stage_A == stage
-        variables, steady = x[at], arcs.steady_A[at]
-        for share, bottleneck in zip(shares, bottlenecks[1:], strict=True):
-            slow = variables[steady >= bottleneck]
-            if len(slow):
-                program.add_row(np.append(slow, share), np.append(-np.ones(len(slow)), 1.0), lower=0.0)
-    # A variable without cost that is always 1 would do for p[0]; the flow out of the first node is.
-    first = x[arcs.from_A == 0]
-    steps = np.concatenate([np.full(len(first), -bottlenecks[0]), -np.diff(bottlenecks)])
-    program.add_row(np.concatenate([first, shares]), steps, lower=0.0, seconds=[(slowest, 1.0)])
-    return shares
-
-
-def add_exposed(program: FlowProgram, arcs: Arcs, x: IntArray, exposed: int) -> None:
-    """D is at least what of a stage's boundary time exceeds the steady times of the stages before it."""
-    for stage in range(int(arcs.stage_A.max()) + 1):
-        at, before = arcs.stage_A == stage, arcs.stage_A < stage
-        coefficients = np.concatenate([arcs.steady_A[before], -arcs.boundary_A[at]])
-        program.add_row(np.concatenate([x[before], x[at]]), coefficients, lower=0.0, seconds=[(exposed, 1.0)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

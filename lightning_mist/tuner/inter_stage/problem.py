@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.cost.inputs import FloatArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray
 from lightning_mist.tuner.candidates import BEHIND, EVERY_PART, FRONT, SlotChoices
 from lightning_mist.tuner.space import places_behind
 
@@ -79,34 +79,12 @@ class InterStageProblem:
         """Step seconds of one choice per slot."""
         return step_seconds(self.steady(chosen), self.boundary(chosen), self.num_microbatches)
 
-    def least_bottleneck(self) -> float:
-        """Seconds that the slowest stage takes at least per microbatch.
-
-        With ``r_p`` the least seconds times devices per layer of any choice in part ``p``, a stage of ``n`` of its
-        devices that takes at most ``T`` holds at most ``T n / r_p`` layers; all stages together ``T sum_p N_p / r_p``.
-        """
-        layers = max(1, self.num_layers)
-        least_P = np.full(len(self.num_devices), np.inf)
-        whole = np.inf
-        for slot in self.slots:
-            rate_K = slot.steady_K * slot.devices_K / np.maximum(slot.layers_K, 1)
-            np.minimum.at(least_P, slot.part_K[slot.part_K != EVERY_PART], rate_K[slot.part_K != EVERY_PART])
-            whole = min(whole, float(slot.steady_K[slot.part_K == EVERY_PART].min(initial=np.inf)))
-        with np.errstate(divide="ignore"):
-            speed = float((np.array(self.num_devices) / least_P).sum())
-        return min(whole, layers / speed if speed > 0 else np.inf)
-
-    def least_seconds(self) -> float:
-        """Seconds that one microbatch takes at least through all layers, at the least time per layer of any choice."""
-        rates = (slot.steady_K / np.maximum(slot.layers_K, 1) for slot in self.slots)
-        return max(1, self.num_layers) * min(float(rate.min()) for rate in rates)
-
-    def lower_bound(self) -> float:
-        """Step seconds that no answer goes below; infinite if a stage has no choice."""
-        if any(not len(slot) for slot in self.slots):
-            return float(np.inf)
-        slowest = self.least_bottleneck()
-        return (self.num_microbatches - 1) * slowest + max(self.least_seconds(), slowest)
+    def uses_all(self) -> BoolArray:
+        """Which choices of the only stage use layers and devices up."""
+        (slot,) = self.slots
+        inside_K = slot.part_K == (0 if len(self.num_devices) == 1 else EVERY_PART)
+        uses_K: BoolArray = (slot.layers_K == self.num_layers) & (slot.devices_K == sum(self.num_devices)) & inside_K
+        return uses_K
 
     def alone(self) -> "Family":
         """This problem, of several stages, as a family of its own."""

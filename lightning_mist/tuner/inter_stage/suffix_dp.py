@@ -360,6 +360,18 @@ class Suffixes:
             bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=tuple(sums)
         )
 
+    def first_walk(self, bottlenecks_K: FloatArray) -> SuffixWalk | None:
+        """The pass at the least of some bottleneck times, ascending, at which there is an answer."""
+        low, high, found = 0, len(bottlenecks_K), None
+        while low < high:
+            middle = (low + high) // 2
+            walk = self.walk(float(bottlenecks_K[middle]))
+            if walk.values:
+                high, found = middle, walk
+            else:
+                low = middle + 1
+        return found
+
     def chosen(self, walk: SuffixWalk, num_stages: int) -> tuple[int, ...]:
         """The choice of every stage of an answer that a pass found."""
         head, states = self.heads[num_stages], walk.states

@@ -1,56 +1,32 @@
 import os
+from dataclasses import replace
 
 import highspy
-import numpy as np
 import pytest
 
-from lightning_mist.tuner.inter_stage.flow_program import FlowProgram
+from lightning_mist.tuner.inter_stage.exact_solver import solve
+from lightning_mist.tuner.inter_stage.flow_program import solve_program
+from tests.tuner.problems import random_problem, small_seeds
 
 
-def knapsack(scale=1.0):
-    """Take exactly two of three; the slowest counts three times."""
-    program = FlowProgram(scale=scale)
-    costs = scale * np.array([3.0, 1.0, 2.0])
-    x = program.add_binaries(costs)
-    (slowest,) = program.add_seconds([3.0])
-    program.add_row(x, np.ones(3), lower=2.0, upper=2.0)
-    for index, cost in zip(x, costs, strict=True):
-        program.add_row(np.array([index]), np.array([-cost]), lower=0.0, seconds=[(int(slowest), 1.0)])
-    return program
+def problem(scale=1.0):
+    """A problem of several stages that has an answer, with times of any size."""
+    made = next(item for item in map(random_problem, small_seeds(60)) if solve(item).chosen and len(item.slots) > 2)
+    slots = tuple(
+        replace(slot, steady_K=slot.steady_K * scale, boundary_K=slot.boundary_K * scale) for slot in made.slots
+    )
+    return replace(made, slots=slots)
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1.0, 1e5])
 def test_optimum_at_every_scale(scale):
-    solution = knapsack(scale).solve(time_limit=10)
-    assert solution.status == "optimal"
-    assert solution.values[:3].tolist() == [0.0, 1.0, 1.0]
-    assert solution.values[3] == pytest.approx(2 * scale)
-    assert solution.objective == pytest.approx(9 * scale)
-    assert solution.bound == pytest.approx(9 * scale)
-
-
-def test_a_start_is_taken():
-    solution = knapsack(10.0).solve(time_limit=10, start=np.array([0.0, 1.0, 1.0, 20.0]))
-    assert solution.objective == pytest.approx(90.0)
-
-
-def test_infeasible_is_a_status():
-    program = knapsack()
-    program.add_row(np.arange(3), np.ones(3), upper=1.0)
-    solution = program.solve(time_limit=10)
-    assert solution.status == "infeasible"
-    assert len(solution.values) == 0
-    assert solution.objective == solution.bound == np.inf
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
-def test_a_scale_is_positive(scale):
-    with pytest.raises(ValueError, match="positive and finite"):
-        FlowProgram(scale=scale)
+    found = solve_program(problem(scale), time_limit=10)
+    assert found.objective == pytest.approx(scale * solve(problem()).objective)
+    assert found.bound == pytest.approx(found.objective)
 
 
 def test_says_nothing(capfd):
-    knapsack().solve(time_limit=10)
+    assert solve_program(problem(), time_limit=10).chosen
     assert capfd.readouterr() == ("", "")
 
 
@@ -61,5 +37,5 @@ def test_what_the_solver_says_of_itself_is_no_part_of_a_program_s_output(capfd, 
             super().__init__()
 
     monkeypatch.setattr(highspy, "Highs", Loud)
-    assert knapsack().solve(time_limit=10).status == "optimal"
+    assert solve_program(problem(), time_limit=10).chosen
     assert capfd.readouterr().out == ""

@@ -4,7 +4,7 @@ import pytest
 from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
 from lightning_mist.tuner.space.applied_space import ANYWHERE
 from tests.tuner.plans import is_feasible
-from tests.tuner.problems import brute_force, random_problem, slot, small_seeds
+from tests.tuner.problems import slot
 
 
 def problem(microbatches=5):
@@ -43,27 +43,6 @@ def test_seconds_of_what_was_chosen():
 )
 def test_layers_and_devices_are_used_up_in_order(chosen, fits):
     assert is_feasible(problem(), chosen) is fits
-
-
-def test_the_least_that_anything_takes():
-    made = problem()
-    assert made.least_seconds() == 4 * 1.0  # 2 seconds for 2 layers, or 1 for 1
-    assert made.least_bottleneck() == 4 * 2.0 / 3  # 4 seconds on one device for 2 layers, as 2 on two, 1 on two for 1
-    assert made.lower_bound() == 4 * 8.0 / 3 + 4.0
-
-
-@pytest.mark.parametrize("seed", small_seeds(60))
-def test_no_answer_goes_below_the_bound(seed):
-    made = random_problem(seed)
-    assert made.lower_bound() <= brute_force(made) * (1 + 1e-12)
-
-
-def test_without_choices_there_is_no_answer():
-    made = problem()
-    empty = made.slots[1].take(np.zeros(3, dtype=bool))
-    none = InterStageProblem(num_layers=4, num_devices=(3,), num_microbatches=5, slots=(made.slots[0], empty))
-    assert none.lower_bound() == np.inf
-    assert brute_force(none) == np.inf
 
 
 def test_a_family_ends_where_a_stage_has_no_choice():
