@@ -34,7 +34,6 @@ from lightning_mist.tuner.candidates import (
     Table,
     may_offload,
     non_dominated,
-    with_peaks_as_seconds,
 )
 from lightning_mist.tuner.inter_stage import InterStageProblem, Pipeline, heads_of, least_peak, tails_of
 from lightning_mist.tuner.options import OPTIONS
@@ -322,7 +321,8 @@ def _by_memory(
     """For every range and number of devices the choice that needs least, its bytes in place of seconds."""
     shapes = intra.space.shapes_at(stage_index, num_stages, num_microbatches)
     slots = (intra.slot(stage_index, num_stages, num_microbatches, shape, pipeline) for shape in shapes)
-    return with_peaks_as_seconds(SlotChoices.joined([look.choices(intra, slot) for slot in slots]))
+    found = SlotChoices.joined([look.choices(intra, slot) for slot in slots])
+    return replace(found, steady_K=found.peak_K)
 
 
 def _shortage(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | None) -> tuple[bool, float, str]:

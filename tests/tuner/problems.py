@@ -1,6 +1,7 @@
 """Random inter-stage problems, and answers by trying everything."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,24 +13,10 @@ from tests.tuner.plans import is_feasible
 
 def slot(start, layers, devices, steady, boundary, part=None, seams=ANY_SEAMS):
     """Choices from sequences; bytes and savings do not matter to the problem."""
-    zeros = np.zeros(len(start), dtype=np.int64)
-    return SlotChoices(
-        start_K=np.asarray(start, dtype=np.int64),
-        layers_K=np.asarray(layers, dtype=np.int64),
-        devices_K=np.asarray(devices, dtype=np.int64),
-        part_K=zeros if part is None else np.asarray(part, dtype=np.int64),
-        seams_K=zeros + seams,
-        steady_K=np.asarray(steady, dtype=np.float64),
-        boundary_K=np.asarray(boundary, dtype=np.float64),
-        peak_K=zeros.astype(np.float64),
-        checkpointed_K=zeros,
-        zero_stage_K=zeros,
-        tensor_K=zeros + 1,
-        sequence_K=zeros,
-        method_K=zeros,
-        shard_K=zeros,
-        offload_KO=np.zeros((len(start), 4)),
-    )
+    whole, times = (np.asarray(item, dtype=np.int64) for item in (layers, devices)), (steady, boundary)
+    made = SlotChoices.anywhere(*whole, *(np.asarray(item, dtype=np.float64) for item in times), seams=seams)
+    found = {"start_K": start} if part is None else {"start_K": start, "part_K": part}
+    return replace(made, **{name: np.asarray(item, dtype=np.int64) for name, item in found.items()})
 
 
 def random_problem(seed):

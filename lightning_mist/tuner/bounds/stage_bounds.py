@@ -35,12 +35,11 @@ Array axes
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import numpy as np
 
 from lightning_mist.cost import StageCostModel, StageSlot
-from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
+from lightning_mist.cost.inputs import FloatArray, IntArray
 from lightning_mist.cost.time import (
     COMPUTE,
     CopyRates,
@@ -49,7 +48,7 @@ from lightning_mist.cost.time import (
     weights_of_passes,
 )
 from lightning_mist.hardware import Interference
-from lightning_mist.plan import OFFLOAD_KINDS, UPDATED_KINDS, ScheduleName
+from lightning_mist.plan import UPDATED_KINDS, ScheduleName
 from lightning_mist.tuner.bounds.range_bounds import (
     POSITIONS,
     Position,
@@ -61,33 +60,13 @@ from lightning_mist.tuner.bounds.range_bounds import (
     slots_of,
 )
 from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, FRONT, SlotChoices
-from lightning_mist.tuner.space import ANYWHERE, Space
+from lightning_mist.tuner.space import Space
 
 _TOLD_APART = 3
 """Leading binary digits of numbers of microbatches that are told apart."""
 
 _NEXT_TO_NOTHING = 1e-9
 """Share of the bytes that have to be freed which is less than rounding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBounds(ArrayRecord):
-    """Lower bounds of the seconds of a stage, by its layers and devices.
-
-    Attributes:
-        steady_V: Steady seconds.
-        reach_V: Steady and boundary seconds together.
-    """
-
-    AXIS: ClassVar[str] = "V"
-    layers_V: IntArray
-    devices_V: IntArray
-    steady_V: FloatArray
-    reach_V: FloatArray
-
-    def within(self, bottleneck: float) -> "StageBounds":
-        """Those that take no longer than a bottleneck time, and not forever."""
-        return self.take((self.steady_V <= bottleneck) & (self.steady_V < np.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,8 +232,8 @@ def _offload_bounds(
 
 def stage_bounds(
     found: PositionBounds, memory_limit: float, others: int, *, num_microbatches: int, bottleneck: float
-) -> StageBounds:
-    """Lower bounds of stages at a position with some microbatches in flight, up to a bottleneck time.
+) -> SlotChoices:
+    """Lower bounds of stages at a position with some microbatches in flight, up to a bottleneck time, as choices.
 
     Args:
         found: What has been prepared for the position.
@@ -276,8 +255,10 @@ def stage_bounds(
             fast_M = (seconds_M <= bottleneck) & (seconds_M < steady_V[found.pair_R[at_M]])
             at_M, seconds_M = at_M[fast_M], seconds_M[fast_M]
         np.minimum.at(steady_V, found.pair_R[at_M], seconds_M)
-    bounds = StageBounds(layers_V=found.layers_V, devices_V=found.devices_V, steady_V=steady_V, reach_V=found.reach_V)
-    return bounds.within(bottleneck)
+    at_K = np.flatnonzero((steady_V <= bottleneck) & (steady_V < np.inf))
+    steady_K = steady_V[at_K]
+    boundary_K = np.maximum(found.reach_V[at_K] - steady_K, 0.0)
+    return SlotChoices.anywhere(found.layers_V[at_K], found.devices_V[at_K], steady_K, boundary_K, seams=ANY_SEAMS)
 
 
 def _offloaded(
@@ -399,14 +380,8 @@ class SeamBounds:
             from_behind = None if behind is None else behind if seams & BEHIND else self.part
             seconds_K = choices.steady_K + self._beyond(from_front, from_behind)[choices.devices_K]
             at_J = np.flatnonzero(fits_K & (seconds_K <= slowest))
-            yield _choices(
-                choices.layers_K[at_J],
-                choices.devices_K[at_J],
-                seconds_K[at_J],
-                choices.boundary_K[at_J],
-                part=self.part,
-                seams=seams,
-            )
+            some = choices.take(at_J)
+            yield replace(some, steady_K=seconds_K[at_J], seams_K=np.full_like(some.seams_K, seams))
 
     def _beyond(self, front: int | None, behind: int | None) -> FloatArray:
         """Seconds of receiving beyond the least, by devices, with axis ``N``."""
@@ -429,9 +404,9 @@ class _Known:
     ranges: RangeBounds
     setting: Setting
     positions: dict[Position, PositionBounds] = field(default_factory=dict)
-    stages: dict[tuple[Position, int], StageBounds] = field(default_factory=dict)
+    stages: dict[tuple[Position, int], SlotChoices] = field(default_factory=dict)
 
-    def stage(self, position: Position, others: int) -> StageBounds:
+    def stage(self, position: Position, others: int) -> SlotChoices:
         """Lower bounds of stages at a position with so many other microbatches in flight."""
         key = position, others
         if key not in self.stages:
@@ -497,11 +472,9 @@ class PartBounds:
             position: Position = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             others = in_flight(self.space.schedule, num_stages - 1 - stage_index, num_microbatches)
             if (position, others) not in made:
-                some = known.stage(position, others).within(bottleneck)
-                boundary_V = np.maximum(some.reach_V - some.steady_V, 0.0)
-                made[position, others] = _choices(
-                    some.layers_V, some.devices_V, some.steady_V, boundary_V, part=self.part, seams=ANY_SEAMS
-                )
+                every = known.stage(position, others)
+                some = every.take(every.steady_K <= bottleneck)
+                made[position, others] = replace(some, part_K=some.part_K + self.part)
             return made[position, others]
 
         return choices
@@ -535,27 +508,3 @@ class PartBounds:
         )
         limit = self.memory_limit - batch_bytes
         return _Known(bottleneck=bottleneck, memory_limit=limit, ranges=ranges, setting=setting)
-
-
-def _choices(
-    layers_K: IntArray, devices_K: IntArray, steady_K: FloatArray, boundary_K: FloatArray, *, part: int, seams: int
-) -> SlotChoices:
-    """Lower bounds as choices that may have any layers, on devices of a part."""
-    zero_K = np.zeros(len(layers_K), dtype=np.int64)
-    return SlotChoices(
-        start_K=zero_K + ANYWHERE,
-        layers_K=layers_K,
-        devices_K=devices_K,
-        part_K=zero_K + part,
-        seams_K=zero_K + seams,
-        steady_K=steady_K,
-        boundary_K=boundary_K,
-        peak_K=np.zeros(len(layers_K)),
-        checkpointed_K=zero_K,
-        zero_stage_K=zero_K,
-        shard_K=zero_K,
-        tensor_K=zero_K + 1,
-        sequence_K=zero_K,
-        method_K=zero_K,
-        offload_KO=np.zeros((len(layers_K), len(OFFLOAD_KINDS))),
-    )

@@ -8,7 +8,6 @@ from lightning_mist.tuner.candidates.choices import (
     FRONT,
     SlotChoices,
     non_dominated,
-    with_peaks_as_seconds,
 )
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.candidates.offload_search import RatioGrid, TimeIsUpError, may_offload

@@ -6,7 +6,7 @@ Array axes
     O  kinds of state, in the order of ``OFFLOAD_KINDS``
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -71,16 +71,34 @@ class SlotChoices(ArrayRecord):
         return OffloadRatios(**dict(zip(OFFLOAD_KINDS, self.offload_KO[index].tolist(), strict=True)))
 
     @classmethod
+    def anywhere(
+        cls, layers_K: IntArray, devices_K: IntArray, steady_K: FloatArray, boundary_K: FloatArray, *, seams: int = 0
+    ) -> "SlotChoices":
+        """Choices of which any layers and whatever they save take so long."""
+        zero_K = np.zeros(len(layers_K), dtype=np.int64)
+        return cls(
+            start_K=zero_K + ANYWHERE,
+            layers_K=layers_K,
+            devices_K=devices_K,
+            part_K=zero_K,
+            seams_K=zero_K + seams,
+            steady_K=steady_K,
+            boundary_K=boundary_K,
+            peak_K=np.zeros(len(layers_K)),
+            checkpointed_K=zero_K,
+            zero_stage_K=zero_K,
+            shard_K=zero_K,
+            tensor_K=zero_K + 1,
+            sequence_K=zero_K,
+            method_K=zero_K,
+            offload_KO=np.zeros((len(layers_K), len(OFFLOAD_KINDS))),
+        )
+
+    @classmethod
     def none(cls) -> "SlotChoices":
         """No choices."""
-        floats = ("steady_K", "boundary_K", "peak_K")
-        empty = {name: np.empty(0, dtype=float if name in floats else np.int64) for name in cls.__slots__}
-        return cls(**{**empty, "offload_KO": np.empty((0, len(OFFLOAD_KINDS)))})
-
-
-def with_peaks_as_seconds(choices: SlotChoices) -> SlotChoices:
-    """The same choices with their peak bytes in place of their steady time, to ask for the least memory."""
-    return replace(choices, steady_K=choices.peak_K)
+        whole, seconds = np.empty(0, dtype=np.int64), np.empty(0)
+        return cls.anywhere(whole, whole, seconds, seconds)
 
 
 def within(choices: SlotChoices, stage_index: int, num_stages: int, num_layers: int, most_devices: int) -> BoolArray:

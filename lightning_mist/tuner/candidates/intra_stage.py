@@ -32,7 +32,7 @@ from lightning_mist.tuner.candidates.candidate_tables import (
     either,
     make_tables,
 )
-from lightning_mist.tuner.candidates.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds, within
+from lightning_mist.tuner.candidates.choices import SlotChoices, within
 from lightning_mist.tuner.candidates.offload_search import OffloadSearch, RatioGrid
 from lightning_mist.tuner.space import (
     LayerRanges,
@@ -45,8 +45,6 @@ from lightning_mist.tuner.space import (
     layer_ranges_of,
     role_of,
 )
-
-__all__ = ["EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
 
 TableKey = tuple[Role, int, tuple[int, int] | None, Hashable]
 """Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one

@@ -81,10 +81,10 @@ def compare(found, rng):
             for at in rng.permutation(len(rows))[:MOST]:
                 limit = float(prices.peak_K[at]) * (1 + 1e-12)
                 bounds = bounds_in(at_position, limit, len(parts) - 1 - index, microbatches)
-                here = (bounds.layers_V == rows[at][1] - rows[at][0]) & (bounds.devices_V == kind.devices)
-                assert bounds.steady_V[here].min(initial=np.inf) <= prices.steady_K[at] * (1 + 1e-9)
+                here = (bounds.layers_K == rows[at][1] - rows[at][0]) & (bounds.devices_K == kind.devices)
+                assert bounds.steady_K[here].min(initial=np.inf) <= prices.steady_K[at] * (1 + 1e-9)
                 reach = prices.steady_K[at] + prices.boundary_K[at]
-                assert bounds.reach_V[here].min(initial=np.inf) <= reach * (1 + 1e-9)
+                assert (bounds.steady_K + bounds.boundary_K)[here].min(initial=np.inf) <= reach * (1 + 1e-9)
                 compared += 1
     return compared
 
@@ -117,8 +117,8 @@ def test_bounds_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there(kinds):
         at_position, every = prepared(found, maker, microbatches, position, kinds), []
         for limit in (1e15, 1e6, 3e5, 1e5, -1e15):
             bounds = bounds_in(at_position, limit, 1, microbatches)
-            pairs = zip(bounds.layers_V, bounds.devices_V, strict=True)
-            every.append(dict(zip(pairs, bounds.steady_V, strict=True)))
+            pairs = zip(bounds.layers_K, bounds.devices_K, strict=True)
+            every.append(dict(zip(pairs, bounds.steady_K, strict=True)))
         assert every[0]
         assert not every[-1]
         for more, less in pairwise(every):
@@ -132,11 +132,12 @@ def test_bounds_up_to_a_bottleneck_are_those_of_all_that_are_no_slower():
     at_position = prepared(found, maker, microbatches, "middle", OFFLOADED)
     for limit, behind in itertools.product((1e15, 1e6, 5e5, 3e5, 1e5), (1, 2)):
         every = bounds_in(at_position, limit, behind, microbatches)
-        bottleneck = float(np.median(every.steady_V)) if len(every) else 1.0
-        kept, fewer = every.within(bottleneck), bounds_in(at_position, limit, behind, microbatches, bottleneck)
-        np.testing.assert_array_equal(fewer.layers_V, kept.layers_V)
-        np.testing.assert_array_equal(fewer.devices_V, kept.devices_V)
-        np.testing.assert_allclose(fewer.steady_V, kept.steady_V, rtol=1e-12)
+        bottleneck = float(np.median(every.steady_K)) if len(every) else 1.0
+        kept = every.take(every.steady_K <= bottleneck)
+        fewer = bounds_in(at_position, limit, behind, microbatches, bottleneck)
+        np.testing.assert_array_equal(fewer.layers_K, kept.layers_K)
+        np.testing.assert_array_equal(fewer.devices_K, kept.devices_K)
+        np.testing.assert_allclose(fewer.steady_K, kept.steady_K, rtol=1e-12)
         compared += len(kept)
     assert compared > 5
 

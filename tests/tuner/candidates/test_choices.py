@@ -1,7 +1,7 @@
 import numpy as np
 
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.tuner.candidates.choices import SlotChoices, with_peaks_as_seconds, within
+from lightning_mist.tuner.candidates.choices import SlotChoices, within
 from lightning_mist.tuner.space.applied_space import ANYWHERE, Shape
 from tests.tuner.problems import slot
 
@@ -46,11 +46,6 @@ def test_no_choices_have_the_types_of_some():
     for name in SlotChoices.__slots__:
         assert getattr(none, name).dtype == getattr(some, name).dtype, name
         assert getattr(none, name).ndim == getattr(some, name).ndim, name
-
-
-def test_bytes_take_the_place_of_seconds():
-    found = with_peaks_as_seconds(three())
-    assert found.steady_K.tolist() == found.peak_K.tolist() == [30.0, 20.0, 10.0]
 
 
 def test_choices_leave_every_other_stage_a_layer_and_a_device():

@@ -5,8 +5,8 @@ import pytest
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.candidates.intra_stage import IntraStage, layer_classes, with_peaks_as_seconds
-from lightning_mist.tuner.space.applied_space import ANYWHERE, Shape, apply
+from lightning_mist.tuner.candidates.intra_stage import IntraStage
+from lightning_mist.tuner.space.applied_space import ANYWHERE, Shape, apply, layer_classes
 from tests.specs import candidates_of, cluster, profile, spec, with_splits
 from tests.tuner.searches import stages_of
 
@@ -132,11 +132,6 @@ def test_zero_stages_are_those_asked_for():
         (1, True),
         (0, False),
     }
-
-
-def test_peaks_can_take_the_place_of_seconds():
-    choices = intra(ALIKE).frontier(0, 2, 4)
-    np.testing.assert_array_equal(with_peaks_as_seconds(choices).steady_K, choices.peak_K)
 
 
 def test_what_places_share_is_kept_for_all_of_them():
