@@ -31,7 +31,6 @@ from lightning_mist.tuner.select import (
     fastest_with_context,
     known_contexts,
     make_plan,
-    status_of,
 )
 from lightning_mist.tuner.space import (
     USABLE_MEMORY,
@@ -162,13 +161,15 @@ class Planner:
         # Of devices that are all alike some may share rows.
         context = fastest_with_context(stages.parts[0]) if len(stages.parts) == 1 else None
         if outcome.winner is None and context is not None:
-            return _shared_rows(stages, context, outcome, began)
+            return _shared_rows(context, _stats(stages, outcome, began), _notes(stages))
         if outcome.winner is None and outcome.is_late:
             refuse_late(stages)
         if outcome.winner is None:
             until = max(deadline, thread_time() + 0.1)
             explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster), until)
-        found = _result(stages, outcome, began, (memory_limit, host_memory_limit))
+        found = choose(stages, outcome, _stats(stages, outcome, began))
+        numbers = _numbers(stages, found.plan, memory_limit, host_memory_limit)
+        found = replace(found, notes=(*_notes(stages), *found.notes, *numbers))
         return found if context is None else _faster(found, context)
 
 
@@ -208,67 +209,32 @@ def tune(
     )
 
 
-def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | None, int | None]) -> TuneResult:
-    """The plan that an outcome leads to, and why."""
-    assert outcome.winner is not None
-    choice = choose(intra, outcome)
-    plan, least = choice.plan, outcome.winner.answer.objective
-    bound = min(outcome.bound, least)
-    gap = max(0.0, (least - bound) / least)
-    assert plan.predicted is not None
-    return TuneResult(
-        plan=plan,
-        status="explored" if choice.is_explored else status_of(gap),
-        bound=bound,
-        gap=gap,
-        closed_form_seconds=choice.closed_form_seconds,
-        predicted=plan.predicted,
-        alternatives=choice.alternatives,
-        stats=TuneStats(
-            seconds=thread_time() - began,
-            candidates=intra.evaluated,
-            pipelines=outcome.pipelines,
-            solved=outcome.solved,
-        ),
-        certified=outcome.certified,
-        is_late=outcome.is_late,
-        notes=(
-            *intra.space.notes,
-            *_context_notes(intra),
-            *_part_notes(intra),
-            *outcome.notes,
-            *choice.notes,
-            *_numbers(intra, plan, *asked),
-        ),
+def _stats(stages: Stages, outcome: Outcome, began: float) -> TuneStats:
+    return TuneStats(
+        seconds=thread_time() - began,
+        candidates=stages.evaluated,
+        pipelines=outcome.pipelines,
+        solved=outcome.solved,
     )
 
 
-def _shared_rows(stages: Stages, plan: Plan, outcome: Outcome, began: float) -> TuneResult:
+def _shared_rows(plan: Plan, stats: TuneStats, notes: tuple[str, ...]) -> TuneResult:
     """The result where only plans whose devices share rows fit."""
-    assert plan.predicted is not None
-    seconds = plan.predicted.step_seconds
     return TuneResult(
         plan=plan,
         status="explored",
         bound=0.0,
         gap=1.0,
-        closed_form_seconds=seconds,
-        predicted=plan.predicted,
+        closed_form_seconds=plan.prediction.step_seconds,
         alternatives=(),
-        stats=TuneStats(
-            seconds=thread_time() - began,
-            candidates=stages.evaluated,
-            pipelines=outcome.pipelines,
-            solved=outcome.solved,
-        ),
-        notes=(*stages.space.notes, *_context_notes(stages), "without context parallelism nothing fits"),
+        stats=stats,
+        notes=(*notes, "without context parallelism nothing fits"),
     )
 
 
 def _faster(found: TuneResult, context: Plan) -> TuneResult:
     """A result, with a plan whose devices share rows where that is faster."""
-    assert context.predicted is not None
-    if context.predicted.step_seconds >= found.predicted.step_seconds:
+    if context.prediction.step_seconds >= found.predicted.step_seconds:
         return replace(found, alternatives=(*found.alternatives, Alternative(name="context parallelism", plan=context)))
     others = (Alternative(name="without context parallelism", plan=found.plan), *found.alternatives)
     return replace(
@@ -277,7 +243,6 @@ def _faster(found: TuneResult, context: Plan) -> TuneResult:
         status="explored",
         bound=0.0,
         gap=1.0,
-        predicted=context.predicted,
         alternatives=others,
         certified=False,
     )
@@ -292,6 +257,11 @@ def unshared(plan: Plan, search: SearchSpace) -> tuple[str, ...]:
         "has each parameter there; data_parallel_degrees, such as (2,), or max_stages = 1 ask for more"
     )
     return (said,) if alone and 0 not in search.zero_stages else ()
+
+
+def _notes(stages: Stages) -> tuple[str, ...]:
+    """What was ruled out, whatever was found."""
+    return *stages.space.notes, *_context_notes(stages), *_part_notes(stages)
 
 
 def _context_notes(stages: Stages) -> tuple[str, ...]:

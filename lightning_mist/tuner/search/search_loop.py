@@ -291,9 +291,15 @@ def search_pipelines(
         # It may fit where nothing else was found in time.
         state.wait_again()
     _solve(state, single)
-    bound = min(state.bounds.values(), default=np.inf)
+    outcome = replace(
+        Outcome.nothing(len(state.bounds)),
+        bound=min(state.bounds.values(), default=np.inf),
+        solved=len(state.solved),
+        is_late=state.is_stopped,
+        bounds=state.bounds,
+    )
     if state.winner is None:
-        return _outcome(state, None, {}, bound, bounds=state.bounds)
+        return outcome
     key, winner = state.winner
     checked = check(winner, deadline)
     # Those of what is looked at below are with all state resident.
@@ -303,38 +309,17 @@ def search_pipelines(
     near = {key: item for key, item in found.items() if item.answer.objective < cutoff or state.is_stopped}
     with suppress(TimeIsUpError):
         near |= beside(state, near, checked.found.answer.objective)
-    return _outcome(
-        state,
-        checked.found,
-        near,
-        0.0 if checked.refutes else bound,  # Nothing that has been proven can be relied on.
+    return replace(
+        outcome,
+        winner=checked.found,
+        found=near,
+        bound=0.0 if checked.refutes else outcome.bound,  # Nothing that has been proven can be relied on.
+        bounds=bounds,
         # What is proven of a smaller problem is not of the whole one.
         certified=checked.certified and key in state.found,
         notes=checked.notes,
-        bounds=bounds,
-    )
-
-
-def _outcome(
-    state: SearchState,
-    winner: Incumbent | None,
-    found: dict[Pipeline, Incumbent],
-    bound: float,
-    *,
-    bounds: Mapping[Pipeline, float],
-    certified: bool = False,
-    notes: tuple[str, ...] = (),
-) -> Outcome:
-    return Outcome(
-        winner=winner,
-        found=found,
-        bound=bound,
-        certified=certified,
-        pipelines=len(state.bounds),
         solved=len(state.solved),
-        notes=notes,
         is_late=state.is_stopped,
-        bounds=bounds,
     )
 
 

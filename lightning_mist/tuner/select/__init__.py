@@ -15,6 +15,5 @@ from lightning_mist.tuner.select.selection import (
     choose,
     make_plan,
     status_of,
-    step_seconds_of_plan,
 )
 from lightning_mist.tuner.select.simplest_plan import ALIKE

@@ -68,8 +68,7 @@ class Alternative:
     @property
     def predicted(self) -> Predicted:
         """Its predicted seconds and bytes."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted
+        return self.plan.prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,6 @@ class TuneResult:
             form.
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan under the
             schedule of the exact search that it competed with.
-        predicted: Predicted seconds and bytes of the plan.
         alternatives: The best plans of other numbers of stages, fastest first: of those that take at most 5 %
             longer by the closed form than the best of all, with state in host memory at most 1.5 %, and the best
             single stage where it takes at most a quarter longer. The fastest half dozen are kept, and that one.
@@ -123,12 +121,16 @@ class TuneResult:
     bound: float
     gap: float
     closed_form_seconds: float
-    predicted: Predicted
     alternatives: tuple[Alternative, ...]
     stats: TuneStats
     notes: tuple[str, ...]
     certified: bool = False
     is_late: bool = False
+
+    @property
+    def predicted(self) -> Predicted:
+        """Predicted seconds and bytes of the plan."""
+        return self.plan.prediction
 
     @property
     def is_proven(self) -> bool:
@@ -231,23 +233,6 @@ def _others(model: CostModel, plan: Plan) -> tuple[Plan, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The plan of a search, and what it was chosen from.
-
-    Attributes:
-        is_explored: Whether another schedule than that of the exact search was chosen.
-        closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan that it
-            competed with.
-    """
-
-    plan: Plan
-    is_explored: bool
-    closed_form_seconds: float
-    alternatives: tuple[Alternative, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Clocked:
     """A plan of the exact search, its seconds on the clock and by the closed form."""
 
@@ -256,12 +241,13 @@ class _Clocked:
     closed_form_seconds: float
 
 
-def choose(stages: Stages, outcome: Outcome) -> Choice:
-    """The plan that an outcome leads to.
+def choose(stages: Stages, outcome: Outcome, stats: TuneStats) -> TuneResult:
+    """The plan that an outcome leads to, with notes on how it was chosen.
 
     Args:
         stages: What stages may be and cost.
         outcome: What the search has found, at least one answer.
+        stats: How the search went.
 
     Raises:
         InfeasibleError: If only other schedules are asked for, and nothing fits under these.
@@ -289,15 +275,24 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
         alternatives.append(("the fastest on the clock", fastest))
     alternatives.sort(key=lambda item: item[1].seconds)
     predicted_each = predictions(stages.model, [item.plan for _, item in alternatives])
-    return Choice(
+    assert outcome.winner is not None
+    least = outcome.winner.answer.objective
+    bound = min(outcome.bound, least)
+    gap = max(0.0, (least - bound) / least)
+    return TuneResult(
         plan=clocked(stages.model, plain.plan) if other is None else other,
-        is_explored=other is not None,
+        status=status_of(gap) if other is None else "explored",
+        bound=bound,
+        gap=gap,
         closed_form_seconds=plain.closed_form_seconds,
         alternatives=tuple(
             Alternative(name=name, plan=replace(item.plan, predicted=predicted))
             for (name, item), predicted in zip(alternatives, predicted_each, strict=True)
         ),
-        notes=(*_clock_notes(found[0], fastest, plain), *notes),
+        stats=stats,
+        notes=(*outcome.notes, *_clock_notes(found[0], fastest, plain), *notes),
+        certified=outcome.certified,
+        is_late=outcome.is_late,
     )
 
 
@@ -389,15 +384,15 @@ def _under_other_schedule(
     below = base.seconds * (1 - OPTIONS.alike) if is_asked else np.inf
     # Equal stages in chunks are mostly faster, and rule out most others before these are made to fit.
     even = even_chunks(stages.parts[0], below=below) if len(stages.parts) == 1 else None
-    least = below if even is None else step_seconds_of_plan(even)
+    least = below if even is None else even.prediction.step_seconds
     plans = [base.plan, *others]
     found = best_variant(stages.model, space, stages.limits, stages.host_limits, plans, below=least) or even
     if not is_asked and found is None:
         refuse_without_variant(tried)
-    if found is not None and (not is_asked or step_seconds_of_plan(found) <= below):
+    if found is not None and (not is_asked or found.prediction.step_seconds <= below):
         fits = fits_within(stages.model, stages.limits, stages.host_limits)
         plain = drop_savings(stages.model, found, fits, space.search.zero_stages)
-        slower = step_seconds_of_plan(plain) / step_seconds_of_plan(found) - 1
+        slower = plain.prediction.step_seconds / found.prediction.step_seconds - 1
         name = f"the fastest under {found.schedule}"
         return plain, () if plain is found else (_simpler_note(plain, found, slower, name),)
     note = f"no pipeline that was tried gains {OPTIONS.alike:.0%} under {' or '.join(tried)}"
@@ -444,9 +439,3 @@ def make_plan(
 def stages_in_words(count: int) -> str:
     """How a number of stages is called."""
     return "1 stage (data parallel)" if count == 1 else f"{count} stages"
-
-
-def step_seconds_of_plan(plan: Plan) -> float:
-    """Predicted seconds of one step of a plan that has been run on the clock."""
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds

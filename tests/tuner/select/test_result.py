@@ -16,14 +16,12 @@ def plan(seconds, **changes):
 
 
 def result(status, bound=0.4, **changes):
-    best = plan(0.5, **changes)
     return TuneResult(
-        plan=best,
+        plan=plan(0.5, **changes),
         status=status,
         bound=bound,
         gap=0.2,
         closed_form_seconds=0.5,
-        predicted=best.predicted,
         alternatives=(Alternative(name="2 stages", plan=plan(0.75)),),
         stats=TuneStats(seconds=1.0, candidates=12, pipelines=3, solved=2),
         notes=("seconds of layers are measured",),

@@ -10,7 +10,7 @@ from lightning_mist.plan.changes import burdens
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.inter_stage import InterStageProblem
 from lightning_mist.tuner.options import OPTIONS
-from lightning_mist.tuner.select.selection import clocked, ending_sooner, step_seconds_of_plan
+from lightning_mist.tuner.select.selection import clocked, ending_sooner
 from lightning_mist.tuner.select.simplest_plan import simplicity
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
@@ -44,7 +44,7 @@ def test_where_the_clock_cannot_tell_the_simplest_is_chosen(monkeypatch):
     assert simplicity(found.plan) < simplicity(fastest.plan)
     every = [found.plan, *(item.plan for item in found.alternatives)]
     assert simplicity(found.plan) == min(map(simplicity, every))
-    assert min(map(step_seconds_of_plan, every)) == fastest.predicted.step_seconds
+    assert min(item.prediction.step_seconds for item in every) == fastest.predicted.step_seconds
     slower = found.predicted.step_seconds / fastest.predicted.step_seconds - 1
     (note,) = [note for note in found.notes if "is simpler" in note]
     assert note.startswith(f"the plan, {slower:.2%} slower than {fastest.plan.num_stages} stage")
@@ -81,12 +81,6 @@ def test_a_plan_on_the_clock_has_its_prediction():
     found = clocked(StageCostModel(network, profile(), machine), plan)
     assert dataclasses.replace(found, predicted=None) == plan
     assert found.predicted == predict(network, profile(), machine, plan)
-    assert step_seconds_of_plan(found) == found.predicted.step_seconds
-
-
-def test_without_a_prediction_there_are_no_seconds():
-    with pytest.raises(AssertionError):
-        step_seconds_of_plan(pipeline({"layers": 4}))
 
 
 def test_of_choices_that_take_as_long_per_microbatch_the_one_that_ends_sooner_is_tried_too():
