@@ -19,7 +19,7 @@ from lightning_mist.estimate.stage_estimates import (
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster, host_memory, single, usable_host_bytes
 from lightning_mist.plan import Feature, ModuleMap, Plan, PredictedStage, plan_of
-from lightning_mist.plan.changes import OFFLOADS, RECOMPUTATION, ZERO, with_microbatches
+from lightning_mist.plan.changes import OFFLOADS, RECOMPUTATION, ZERO, anywhere, with_microbatches
 from lightning_mist.units import format_bytes, parse_bytes
 
 
@@ -355,9 +355,7 @@ def _layers(count: int, of: int) -> str:
 def _shape_of(plan: Plan) -> dict[str, Any] | None:
     """What :func:`~lightning_mist.plan.plan_of` makes a plan like this one of; None if its stages differ."""
     stage = plan.stages[0]
-    alike = {(s.num_layers, s.checkpointing, s.zero_stage, s.microbatch_size, s.offload) for s in plan.stages}
-    degrees = {replace(s.mesh, devices=stage.devices) for s in plan.stages}
-    if len(alike) > 1 or len(degrees) > 1:
+    if len(set(map(anywhere, plan.stages))) > 1:
         return None
     return {
         "world_size": plan.world_size,

@@ -31,6 +31,7 @@ from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan, StageMethod, row_slice
+from lightning_mist.plan.changes import anywhere
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.units import format_bytes
 
@@ -200,18 +201,7 @@ def alike_groups(plan: Plan) -> dict[int, int]:
     first: dict[tuple[object, ...], int] = {}
     found: dict[int, int] = {}
     for group in range(1, plan.num_groups - 1) if plan.schedule != "zb-h1" else ():
-        stages = [plan.stages[index] for index in plan.chunks(group)]
-        key = tuple(
-            (
-                stage.num_layers,
-                stage.microbatch_size,
-                stage.zero_stage,
-                stage.checkpointing,
-                stage.offload,
-                replace(stage.mesh, devices=tuple(range(len(stage.devices)))),
-            )
-            for stage in stages
-        )
+        key = tuple(anywhere(plan.stages[index]) for index in plan.chunks(group))
         found[group] = first.setdefault(key, group)
     return found
 

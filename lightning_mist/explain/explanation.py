@@ -1,7 +1,8 @@
 """Why a plan is what it is, as data: what binds, what each technique buys, what else there was, what more would buy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from lightning_mist.cost import step_seconds
@@ -113,12 +114,20 @@ def kind_of(plan: Plan) -> Kind:
     )
 
 
-def closed_form_of(plan: Plan) -> float:
-    """Step seconds of a plan under 1F1B, by the form that the search minimises; chunks as if they were in one piece."""
-    stages = plan.prediction.stages
-    groups = [[stages[chunk] for chunk in plan.chunks(group)] for group in range(plan.num_groups)]
-    steady = [sum(item.steady_seconds for item in group) for group in groups]
-    boundary = [sum(item.boundary_seconds for item in group) for group in groups]
+def group_seconds(plan: Plan, group: int) -> tuple[float, float]:
+    """Predicted steady and boundary seconds of all stages that share the devices of a group."""
+    stages = [plan.prediction.stages[chunk] for chunk in plan.chunks(group)]
+    return sum(stage.steady_seconds for stage in stages), sum(stage.boundary_seconds for stage in stages)
+
+
+def closed_form_of(plan: Plan, changed: Mapping[int, tuple[float, float]] = MappingProxyType({})) -> float:
+    """Step seconds of a plan under 1F1B, by the form that the search minimises; chunks as if they were in one piece.
+
+    Args:
+        changed: Groups that have other steady and boundary seconds.
+    """
+    times = {group: group_seconds(plan, group) for group in range(plan.num_groups)}
+    steady, boundary = zip(*{**times, **changed}.values(), strict=True)
     return step_seconds(steady, boundary, plan.num_microbatches)
 
 

@@ -5,16 +5,16 @@ offloaded) all need more than there is. What a stage does once per step hides as
 busy (:mod:`lightning_mist.cost.step_time`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lightning_mist.cost import CostModel, StageMemory, models_of, step_seconds
+from lightning_mist.cost import CostModel, StageMemory, models_of
 from lightning_mist.cost.inputs import slots_of
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
-from lightning_mist.explain.explanation import Finding, Version, in_words
+from lightning_mist.explain.explanation import Finding, Version, closed_form_of, group_seconds, in_words
 from lightning_mist.plan import Plan, StagePlan
 from lightning_mist.plan.changes import OFFLOADS, SAVINGS
 from lightning_mist.plan.plan_tables import counted
@@ -29,41 +29,10 @@ HARDLY = 0.1
 """Share of the seconds that a stage's devices save below which the step is said hardly to be shorter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What every stage of a plan costs."""
-
-    plan: Plan
-    memory: tuple[StageMemory, ...]
-    steady: tuple[float, ...]
-    boundary: tuple[float, ...]
-
-    def group(self, seconds: Sequence[float], group: int) -> float:
-        """Seconds of all stages that share the devices of a group."""
-        return sum(seconds[stage] for stage in self.plan.chunks(group))
-
-    def alone(self, stage: int) -> float:
-        """Seconds that a stage's devices take for one step, waiting for nobody."""
-        group = self.plan.group_of(stage)
-        return self.plan.num_microbatches * self.group(self.steady, group) + self.group(self.boundary, group)
-
-    def step(self, changed: Mapping[int, tuple[float, float]] | None = None) -> float:
-        """Seconds of a step by the closed form, where some groups may have other steady and boundary seconds."""
-        groups = range(self.plan.num_groups)
-        times = {group: (self.group(self.steady, group), self.group(self.boundary, group)) for group in groups}
-        steady, boundary = zip(*{**times, **(changed or {})}.values(), strict=True)
-        return step_seconds(steady, boundary, self.plan.num_microbatches)
-
-
-def costs_of(model: CostModel, plan: Plan) -> Costs:
-    """What every stage of a plan costs."""
-    seconds = [model.seconds(*slot) for slot in slots_of(plan, model.cluster)]
-    return Costs(
-        plan=plan,
-        memory=plan_memory(model.memory, plan),
-        steady=tuple(float(item.steady_K[0]) for item in seconds),
-        boundary=tuple(float(item.boundary_K[0]) for item in seconds),
-    )
+def _alone(plan: Plan, group: int) -> float:
+    """Seconds that the devices of a group take for one step, waiting for nobody."""
+    steady, boundary = group_seconds(plan, group)
+    return plan.num_microbatches * steady + boundary
 
 
 def findings_of(
@@ -80,17 +49,17 @@ def findings_of(
         limits: Bytes that tensors may take on each device, by stage.
         host_limits: Bytes of host memory that each device may use, by stage; by default as many as it wants.
     """
-    costs = costs_of(model, plan)
+    memory = plan_memory(model.memory, plan)
     found: list[Finding] = []
     for group in range(plan.num_groups):
-        found.append(_memory(model, costs, group, limits[group], ratios))
+        found.append(_memory(model, plan, memory[group], group, limits[group], ratios))
         if plan.num_groups > 1:
-            found.append(_pace(costs, group))
+            found.append(_pace(plan, group))
         if plan.schedule in BY_CLOSED_FORM:
-            found.append(_boundary(costs, group))
+            found.append(_boundary(plan, group))
         if plan.stages[group].offload.any:
             host_limit = float("inf") if host_limits is None else host_limits[group]
-            found.append(_host_memory(model, costs, group, host_limit, ratios))
+            found.append(_host_memory(model, plan, memory[group].host_bytes, group, host_limit, ratios))
             found.append(_host_link(model, plan, group))
             found += [
                 Finding(stage=group, limit="host memory", binds=False, values=(), text=f"{_stage(plan, group)}: {note}")
@@ -109,8 +78,9 @@ def _changed_group(plan: Plan, group: int, stage: StagePlan) -> Plan:
     return replace(plan, stages=tuple(stages), predicted=None)
 
 
-def _memory(model: CostModel, costs: Costs, group: int, limit: float, ratios: Sequence[float]) -> Finding:
-    memory, plan = costs.memory[group], costs.plan
+def _memory(
+    model: CostModel, plan: Plan, memory: StageMemory, group: int, limit: float, ratios: Sequence[float]
+) -> Finding:
     peak, (largest, size) = memory.peak_bytes, max(memory.terms, key=lambda item: item[1])
     free = limit - peak
     head = (
@@ -123,14 +93,14 @@ def _memory(model: CostModel, costs: Costs, group: int, limit: float, ratios: Se
         ("free_bytes", free),
         (largest.replace("_bytes", "_at_peak_bytes"), float(size)),
     )
-    least_gain = LEAST_SHARE * costs.alone(group)
-    faster = [item for item in _versions(model, costs, group, ratios) if item.gain > least_gain]
+    least_gain = LEAST_SHARE * _alone(plan, group)
+    faster = [item for item in _versions(model, plan, group, ratios) if item.gain > least_gain]
     lacking = [item for item in faster if item.peak > limit]
     if faster and len(lacking) == len(faster):
         least = min(lacking, key=lambda item: item.peak)
         over = least.peak - limit
         text = (
-            f"{head}. Memory holds it back: {least.text} {_gained(costs, group, least)}, but it would need "
+            f"{head}. Memory holds it back: {least.text} {_gained(plan, group, least)}, but it would need "
             f"{format_bytes(over)} more than there is"
         )
         more = (("missing_bytes", over), ("gain_seconds", least.gain), ("step_gain_seconds", least.step_gain))
@@ -152,14 +122,14 @@ class _Cost:
     step_gain: float
 
 
-def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
-    own = costs.plan.stages[group]
+def _versions(model: CostModel, plan: Plan, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
+    own = plan.stages[group]
     for text, stage in (version for saving in SAVINGS for version in saving.less(own, ratios)):
-        plan = _changed_group(costs.plan, group, stage)
-        steady, boundary = _times(model, plan, group)
-        gain = costs.alone(group) - plan.num_microbatches * steady - boundary
-        step_gain = costs.step() - costs.step({group: (steady, boundary)})
-        yield _Cost(text, plan_memory(model.memory, plan)[group].peak_bytes, gain, step_gain)
+        changed = _changed_group(plan, group, stage)
+        steady, boundary = _times(model, changed, group)
+        gain = _alone(plan, group) - plan.num_microbatches * steady - boundary
+        step_gain = closed_form_of(plan) - closed_form_of(plan, {group: (steady, boundary)})
+        yield _Cost(text, plan_memory(model.memory, changed)[group].peak_bytes, gain, step_gain)
 
 
 def is_hardly(step_gain: float, gain: float, step: float) -> bool:
@@ -167,12 +137,12 @@ def is_hardly(step_gain: float, gain: float, step: float) -> bool:
     return step_gain <= max(LEAST_SHARE * step, HARDLY * gain)
 
 
-def _gained(costs: Costs, group: int, item: _Cost) -> str:
+def _gained(plan: Plan, group: int, item: _Cost) -> str:
     """What a relaxed version would gain: the step, or only the stage's own devices while the step waits for others."""
-    if costs.plan.num_groups == 1:
+    if plan.num_groups == 1:
         return f"it would take {format_seconds(item.gain)} less per step"
     text = f"its devices would work {format_seconds(item.gain)} less per step"
-    if is_hardly(item.step_gain, item.gain, costs.step()):
+    if is_hardly(item.step_gain, item.gain, closed_form_of(plan)):
         return f"{text} (the step would hardly be shorter, as it waits for other stages)"
     return f"{text}, and the step would be {format_seconds(item.step_gain)} shorter"
 
@@ -184,9 +154,8 @@ def _times(model: CostModel, plan: Plan, group: int) -> tuple[float, float]:
     return sum(float(item.steady_K[0]) for item in seconds), sum(float(item.boundary_K[0]) for item in seconds)
 
 
-def _pace(costs: Costs, group: int) -> Finding:
-    plan = costs.plan
-    seconds = [costs.group(costs.steady, index) for index in range(plan.num_groups)]
+def _pace(plan: Plan, group: int) -> Finding:
+    seconds = [group_seconds(plan, index)[0] for index in range(plan.num_groups)]
     slowest = max(range(plan.num_groups), key=lambda index: seconds[index])
     mine, behind = seconds[group], max(seconds) - seconds[group]
     head = f"{_does(plan, group, 'take')} {format_seconds(mine)} per microbatch{_parts(plan, group, mine)}"
@@ -205,28 +174,26 @@ def _pace(costs: Costs, group: int) -> Finding:
 
 
 def _parts(plan: Plan, group: int, steady: float) -> str:
-    """What the steady seconds of a group of devices are made of, in brackets; nothing without a prediction."""
-    if plan.predicted is None:
-        return ""
-    stages = [plan.predicted.stages[stage] for stage in plan.chunks(group)]
+    """What the steady seconds of a group of devices are made of, in brackets."""
+    stages = [plan.prediction.stages[stage] for stage in plan.chunks(group)]
     forward, backward = (sum(getattr(item, f"{name}_seconds") for item in stages) for name in ("forward", "backward"))
     rest = steady - forward - backward
     more = f", transfers and overhead {format_seconds(rest)}" if rest > LEAST_SHARE * steady else ""
     return f" (forward {format_seconds(forward)}, backward {format_seconds(backward)}{more})"
 
 
-def _boundary(costs: Costs, group: int) -> Finding:
-    plan = costs.plan
-    before = [0.0, *accumulate(costs.steady)]
-    exposed = [max(0.0, mine - earlier) for mine, earlier in zip(costs.boundary, before, strict=False)]
-    mine, shown = costs.boundary[group], exposed[group]
+def _boundary(plan: Plan, group: int) -> Finding:
+    steady, boundary = zip(*(group_seconds(plan, index) for index in range(plan.num_groups)), strict=True)
+    before = [0.0, *accumulate(steady)]
+    exposed = [max(0.0, mine - earlier) for mine, earlier in zip(boundary, before, strict=False)]
+    mine, shown = boundary[group], exposed[group]
     hidden = mine - shown
     head = (
         f"{_does(plan, group, 'take')} {format_seconds(mine)} once per step, to reduce gradients, "
         "update and give out parameters"
     )
     is_longest = shown > 0 and shown == max(exposed)
-    binds = is_longest and shown >= LEAST_SHARE * costs.step()
+    binds = is_longest and shown >= LEAST_SHARE * closed_form_of(plan)
     if not shown:
         text = f"{head}; it hides behind the stages before it"
     elif is_longest and hidden > 0:
@@ -240,8 +207,9 @@ def _boundary(costs: Costs, group: int) -> Finding:
     return Finding(stage=group, limit="boundary", binds=binds, values=values, text=text)
 
 
-def _host_memory(model: CostModel, costs: Costs, group: int, host_limit: float, ratios: Sequence[float]) -> Finding:
-    plan, held = costs.plan, costs.memory[group].host_bytes
+def _host_memory(
+    model: CostModel, plan: Plan, held: int, group: int, host_limit: float, ratios: Sequence[float]
+) -> Finding:
     head = f"{_does(plan, group, 'keep')} {format_bytes(held)} per device in host memory"
     if host_limit == float("inf"):
         text = f"{head}, of which no limit is known"

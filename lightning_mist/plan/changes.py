@@ -134,6 +134,12 @@ def burdens(plan: Plan) -> tuple[str, ...]:
     return tuple(item.burden for item in reversed(TECHNIQUES) if item.burden and item.use(plan))
 
 
+def anywhere(stage: StagePlan) -> StagePlan:
+    """A stage on the first layers and devices, without chunks behind the last layer: those that are alike are equal."""
+    mesh = replace(stage.mesh, devices=tuple(range(len(stage.devices))))
+    return replace(stage, layers=(0, stage.num_layers), mesh=mesh, tail_chunks=1)
+
+
 def places(plan: Plan, is_used: Callable[[StagePlan], bool]) -> str:
     """The stages where something is so, for people: ``stage 0``, ``stages 1 to 3``, ``every stage``."""
     found = [index for index, stage in enumerate(plan.stages) if is_used(stage)]

@@ -23,7 +23,7 @@ import numpy as np
 from lightning_mist.cost import CostModel, predict_with, seconds_with
 from lightning_mist.cost.interleaved_memory import plans_peaks
 from lightning_mist.plan import Plan
-from lightning_mist.plan.changes import OFFLOADS, ZERO, burdens
+from lightning_mist.plan.changes import OFFLOADS, ZERO, anywhere, burdens
 from lightning_mist.tuner.options import OPTIONS
 
 ALIKE = OPTIONS.alike
@@ -38,22 +38,7 @@ Simplicity: TypeAlias = tuple[int, int, int]
 
 def shapes(plan: Plan) -> int:
     """How many different stages a plan has: by layers, arrangement of devices, rows and savings."""
-    return len(
-        {
-            (
-                stage.num_layers,
-                stage.mesh.data_parallel_degree,
-                stage.mesh.tensor_parallel_degree,
-                stage.mesh.context_parallel_degree,
-                stage.mesh.sequence_parallel,
-                stage.mesh.shard_degree,
-                stage.zero_stage,
-                stage.checkpointing,
-                stage.offload,
-            )
-            for stage in plan.stages
-        }
-    )
+    return len(set(map(anywhere, plan.stages)))
 
 
 def simplicity(plan: Plan) -> Simplicity:
