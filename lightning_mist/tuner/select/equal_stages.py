@@ -35,8 +35,15 @@ from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.bounds import least_correction
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.options import OPTIONS
-from lightning_mist.tuner.select.schedule_variants import best_variant, clocked, first_stages, fitted, has_chunks, parts
-from lightning_mist.tuner.select.simplest_plan import fits_within
+from lightning_mist.tuner.select.schedule_variants import (
+    Room,
+    best_variant,
+    clocked,
+    first_stages,
+    fitted,
+    has_chunks,
+    parts,
+)
 from lightning_mist.tuner.space import Shape, Space, layer_classes
 
 
@@ -123,15 +130,15 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
         for recomputed in [int(space.recomputed(np.diff(_cuts(space.num_layers, alike.num_stages)))[1].min())]
         for zero_stage in alike.zero_stages(space)
     ]
-    limits, near = (stages.limits, stages.host_limits), whole
+    room, near = Room.of(stages)._replace(space=space), whole
     # Of unlike layers devices hold others in chunks than in one piece, which may need less.
     if len(set(layer_classes(stages.model.spec))) == 1:
         # The first stage alone is a lower bound of them all.
-        more = zip(whole, first_stages(stages.model, space, stages.limits, whole), strict=True)
+        more = zip(whole, first_stages(room, whole), strict=True)
         near = [plan for plan, count in more if count is not None and _least_seconds_of(stages, plan, count) < below]
-        near = [plan for plan in fitted(stages.model, space, *limits, near) if plan is not None]
+        near = [plan for plan in fitted(room, near) if plan is not None]
     near = [plan for plan in near if _least_seconds_of(stages, plan) < below]
-    return best_variant(stages.model, space, *limits, near, below=below, most=OPTIONS.chunked)
+    return best_variant(room, near, below=below, most=OPTIONS.chunked)
 
 
 def _least_seconds_of(stages: IntraStage, plan: Plan, more: int = 0) -> float:
@@ -205,7 +212,7 @@ def fastest_with_context(stages: IntraStage) -> Plan | None:
     """The fastest plan that fits and whose devices share rows, with its prediction; None if there is none."""
     space, model = stages.space, stages.model
     degrees, _ = known_contexts(space, model.spec.module_map)
-    fits, counts = fits_within(model, stages.limits, stages.host_limits), space.stage_counts
+    counts = space.stage_counts
     best, least = None, np.inf
     for degree in degrees if counts else ():
         search = replace(space.search, num_stages=counts, layer_cuts=None, equal_stages=True, shard_degrees=())
@@ -217,7 +224,7 @@ def fastest_with_context(stages: IntraStage) -> Plan | None:
             shares = (space.search.checkpointed_shares or OPTIONS.recomputed) if space.checkpointing else (0.0,)
             for recomputed in sorted({round(share * (space.num_layers // alike.num_stages)) for share in shares}):
                 plans = (alike.plan(space, level, recomputed) for level in alike.zero_stages(space))
-                plan = next(filter(fits, plans), None)
+                plan = next(filter(Room.of(stages).fits, plans), None)
                 if plan is not None and (seconds := seconds_with(model, plan)) < least:
                     best, least = plan, seconds
     return None if best is None else clocked(model, best)

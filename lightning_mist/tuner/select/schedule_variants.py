@@ -17,45 +17,67 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, least_seconds, predict_with, seconds_with
-from lightning_mist.cost.inputs import IntArray
-from lightning_mist.cost.interleaved_memory import plans_peaks, stage_peaks
+from lightning_mist.cost.inputs import BoolArray, IntArray
+from lightning_mist.cost.interleaved_memory import PlanPeaks, plans_peaks, stage_peaks
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, ScheduleName, ZeroStage
+from lightning_mist.tuner.candidates import IntraStage
+from lightning_mist.tuner.search import Stages
 from lightning_mist.tuner.space import Space
 
 Limits: TypeAlias = Callable[[Plan], Sequence[float]]
 """Bytes that every stage of a plan may use of something, each of its devices."""
 
 
-def best_variant(
-    model: CostModel,
-    space: Space,
-    limits: Limits,
-    host_limits: Limits,
-    plans: Iterable[Plan],
-    *,
-    below: float = np.inf,
-    most: int | None = None,
-) -> Plan | None:
+class Room(NamedTuple):
+    """What plans cost, where they are searched for, and what they have to fit in.
+
+    Attributes:
+        limits: Bytes that the devices of every stage of a plan may use.
+        host_limits: Bytes of host memory that each of them may use.
+    """
+
+    model: CostModel
+    space: Space
+    limits: Limits
+    host_limits: Limits
+
+    @classmethod
+    def of(cls, stages: Stages | IntraStage) -> "Room":
+        """That of stages."""
+        return cls(stages.model, stages.space, stages.limits, stages.host_limits)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan fits as it is."""
+        layers_SM = np.array([[stage.checkpointing.layers] for stage in plan.stages])
+        (peaks,) = plans_peaks(self.model.memory, [(plan, layers_SM)])
+        return bool(self.holds(plan, peaks)[0])
+
+    def holds(self, plan: Plan, peaks: PlanPeaks) -> BoolArray:
+        """Which versions of a plan fit by their peaks."""
+        fits_W: BoolArray = np.all(peaks.device_SW <= np.array(self.limits(plan))[:, None], axis=0)
+        fits_W &= np.all(peaks.host_SW <= np.array(self.host_limits(plan))[:, None], axis=0)
+        return fits_W
+
+
+def best_variant(room: Room, plans: Iterable[Plan], *, below: float = np.inf, most: int | None = None) -> Plan | None:
     """The fastest plan that fits under a schedule other than that of the search, with its prediction.
 
     Args:
-        space: The search space, whose schedules count.
-        limits: Bytes that the devices of every stage of a plan may use.
-        host_limits: Bytes of host memory that each of them may use.
+        room: Of its search space the schedules count.
         plans: Pipelines under the schedule of the search.
         below: Plans that do not take fewer seconds are of no interest.
         most: How many are run on the clock, the best by a bound of their seconds; by default all.
     """
-    candidates = [candidate for plan in plans for candidate in _variants(plan, space)]
-    floors = zip(least_seconds(model, candidates), candidates, strict=True)
+    candidates = [candidate for plan in plans for candidate in _variants(plan, room.space)]
+    floors = zip(least_seconds(room.model, candidates), candidates, strict=True)
     tried = sorted(((floor, item) for floor, item in floors if floor < below), key=lambda item: item[0])[:most]
-    may_fit = _may_fit(model, space, limits, [candidate for _, candidate in tried])
+    may_fit = _may_fit(room, [candidate for _, candidate in tried])
     # Best first: each is clocked as it is, then made to fit, then clocked again, as long as it may be the fastest.
     waiting = [
         (floor, place, _Known.FLOOR, candidate)
@@ -67,18 +89,18 @@ def best_variant(
         if seconds >= below:
             break
         if known is _Known.FITS:
-            return clocked(model, plan)
+            return clocked(room.model, plan)
         if known is _Known.CLOCKED:
-            found = next(iter(fitted(model, space, limits, host_limits, [plan])))
+            found = next(iter(fitted(room, [plan])))
             if found is plan:
                 heapq.heappush(waiting, (seconds, place, _Known.FITS, plan))
             elif found is not None:
                 # What recomputes more takes no less.
-                floor = max(seconds, least_seconds(model, [found])[0])
+                floor = max(seconds, least_seconds(room.model, [found])[0])
                 heapq.heappush(waiting, (floor, place, _Known.FITS_FLOOR, found))
             continue
         then = _Known.CLOCKED if known is _Known.FLOOR else _Known.FITS
-        heapq.heappush(waiting, (seconds_with(model, plan), place, then, plan))
+        heapq.heappush(waiting, (seconds_with(room.model, plan), place, then, plan))
     return None
 
 
@@ -151,15 +173,15 @@ def parts(count: int, chunks: int) -> list[int]:
     return [count * (chunk + 1) // chunks - count * chunk // chunks for chunk in range(chunks)]
 
 
-def _may_fit(model: CostModel, space: Space, limits: Limits, plans: Sequence[Plan]) -> list[bool]:
+def _may_fit(room: Room, plans: Sequence[Plan]) -> list[bool]:
     """Whether the last stage of each may fit under ZB-H1, which keeps most there beyond what 1F1B does."""
     asked = []
     for plan in (plan for plan in plans if plan.schedule == "zb-h1"):
         stage = plan.stages[-1]
-        most = stage.checkpointing.layers + _most_more(space, plan)
+        most = stage.checkpointing.layers + _most_more(room.space, plan)
         asked.append((plan, np.array([stage.checkpointing.layers, min(stage.num_layers, most)])))
-    peaks = iter(stage_peaks(model.memory, asked, -1))
-    return [plan.schedule != "zb-h1" or bool(next(peaks).min() <= limits(plan)[-1]) for plan in plans]
+    peaks = iter(stage_peaks(room.model.memory, asked, -1))
+    return [plan.schedule != "zb-h1" or bool(next(peaks).min() <= room.limits(plan)[-1]) for plan in plans]
 
 
 def _most_more(space: Space, plan: Plan) -> int:
@@ -168,27 +190,19 @@ def _most_more(space: Space, plan: Plan) -> int:
     return max(sum(layers) - sum(recomputed) for layers, recomputed in _groups(plan)) if may_recompute else 0
 
 
-def fitted(
-    model: CostModel, space: Space, limits: Limits, host_limits: Limits, plans: Sequence[Plan]
-) -> Iterator[Plan | None]:
-    """Each plan with as few more recomputed layers on every group of devices as make it fit; nothing if none do.
-
-    Args:
-        limits: Bytes that the devices of every stage of a plan may use.
-        host_limits: Bytes of host memory that each of them may use.
-    """
-    asked = [(plan, _recomputed(_groups(plan), _most_more(space, plan))) for plan in plans]
-    for plan, found in zip(plans, plans_peaks(model.memory, asked), strict=True):
-        fits_M = np.all(found.device_SW <= np.array(limits(plan))[:, None], axis=0)
-        fits_M &= np.all(found.host_SW <= np.array(host_limits(plan))[:, None], axis=0)
+def fitted(room: Room, plans: Sequence[Plan]) -> Iterator[Plan | None]:
+    """Each plan with as few more recomputed layers on every group of devices as make it fit; nothing if none do."""
+    asked = [(plan, _recomputed(_groups(plan), _most_more(room.space, plan))) for plan in plans]
+    for plan, found in zip(plans, plans_peaks(room.model.memory, asked), strict=True):
+        fits_M = room.holds(plan, found)
         yield _recomputing(plan, int(fits_M.argmax())) if fits_M[0] or fits_M[-1] else None
 
 
-def first_stages(model: CostModel, space: Space, limits: Limits, plans: Sequence[Plan]) -> Iterator[int | None]:
+def first_stages(room: Room, plans: Sequence[Plan]) -> Iterator[int | None]:
     """How many more layers :func:`fitted` recomputes of each plan at least, by its first stage alone; fast."""
-    asked = [(plan, _recomputed(_groups(plan), _most_more(space, plan))[0]) for plan in plans]
-    for plan, peak_M in zip(plans, stage_peaks(model.memory, asked, 0), strict=True):
-        fits_M = peak_M <= limits(plan)[0]
+    asked = [(plan, _recomputed(_groups(plan), _most_more(room.space, plan))[0]) for plan in plans]
+    for plan, peak_M in zip(plans, stage_peaks(room.model.memory, asked, 0), strict=True):
+        fits_M = peak_M <= room.limits(plan)[0]
         yield int(fits_M.argmax()) if fits_M[0] or fits_M[-1] else None
 
 

@@ -23,8 +23,8 @@ from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.search import Outcome, Stages, layout_of
 from lightning_mist.tuner.select import simplest_plan as simplest
 from lightning_mist.tuner.select.equal_stages import even_chunks
-from lightning_mist.tuner.select.schedule_variants import best_variant, clocked, refuse_without_variant
-from lightning_mist.tuner.select.simplest_plan import drop_savings, fits_within, why_simpler
+from lightning_mist.tuner.select.schedule_variants import Room, best_variant, clocked, refuse_without_variant
+from lightning_mist.tuner.select.simplest_plan import drop_savings, why_simpler
 from lightning_mist.tuner.space import Space
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -385,13 +385,12 @@ def _under_other_schedule(
     # Equal stages in chunks are mostly faster, and rule out most others before these are made to fit.
     even = even_chunks(stages.parts[0], below=below) if len(stages.parts) == 1 else None
     least = below if even is None else even.prediction.step_seconds
-    plans = [base.plan, *others]
-    found = best_variant(stages.model, space, stages.limits, stages.host_limits, plans, below=least) or even
+    room = Room.of(stages)
+    found = best_variant(room, [base.plan, *others], below=least) or even
     if not is_asked and found is None:
         refuse_without_variant(tried)
     if found is not None and (not is_asked or found.prediction.step_seconds <= below):
-        fits = fits_within(stages.model, stages.limits, stages.host_limits)
-        plain = drop_savings(stages.model, found, fits, space.search.zero_stages)
+        plain = drop_savings(room, found)
         slower = plain.prediction.step_seconds / found.prediction.step_seconds - 1
         name = f"the fastest under {found.schedule}"
         return plain, () if plain is found else (_simpler_note(plain, found, slower, name),)

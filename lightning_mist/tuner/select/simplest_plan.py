@@ -14,23 +14,17 @@ search's own schedule and by the closed form. Where the other schedule needs les
 that some stage offloads or shares out. Of these it is relieved as far as it fits and takes as long on the clock.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-import numpy as np
-
-from lightning_mist.cost import CostModel, predict_with, seconds_with
-from lightning_mist.cost.interleaved_memory import plans_peaks
+from lightning_mist.cost import seconds_with
 from lightning_mist.plan import Plan
 from lightning_mist.plan.changes import OFFLOADS, ZERO, anywhere, burdens
 from lightning_mist.tuner.options import OPTIONS
+from lightning_mist.tuner.select.schedule_variants import Room, clocked
 
 ALIKE = OPTIONS.alike
 """A share of the seconds of a step by which plans cannot be told apart."""
-
-Fits: TypeAlias = Callable[[Plan], bool]
-"""Whether a plan fits."""
 
 Simplicity: TypeAlias = tuple[int, int, int]
 """Numbers of techniques, of shapes of stages, and of stages: the lesser, the simpler."""
@@ -73,41 +67,16 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def drop_savings(model: CostModel, plan: Plan, fits: Fits, zero_stages: Sequence[int]) -> Plan:
-    """The plan with as few kinds of state offloaded or shared out as fit and take as long on the clock.
-
-    Args:
-        plan: The plan, with its prediction, as the result has its own.
-        zero_stages: ZeRO stages that plans may use.
-    """
-    assert plan.predicted is not None
-    most, best = plan.predicted.step_seconds * (1 + OPTIONS.alike), plan
+def drop_savings(room: Room, plan: Plan) -> Plan:
+    """A predicted plan with as few kinds of state offloaded or shared out as fit and take as long on the clock."""
+    most, best = plan.prediction.step_seconds * (1 + OPTIONS.alike), plan
     while True:
         count = len(burdens(best))
-        less = (item for item in _with_less(best, zero_stages) if len(burdens(item)) < count)
-        found = next((item for item in less if fits(item) and seconds_with(model, item) <= most), None)
+        less = (item for item in _with_less(best, room.space.search.zero_stages) if len(burdens(item)) < count)
+        found = next((item for item in less if room.fits(item) and seconds_with(room.model, item) <= most), None)
         if found is None:
-            return best if best is plan else replace(best, predicted=predict_with(model, best))
+            return best if best is plan else clocked(room.model, best)
         best = found
-
-
-def fits_within(
-    model: CostModel, limits: Callable[[Plan], Sequence[float]], host_limits: Callable[[Plan], Sequence[float]]
-) -> Fits:
-    """Says of plans whether they fit.
-
-    Args:
-        limits: Bytes that the devices of every stage of a plan may use.
-        host_limits: Bytes of host memory that each of them may use.
-    """
-
-    def fits(plan: Plan) -> bool:
-        layers_SM = np.array([[stage.checkpointing.layers] for stage in plan.stages])
-        (peaks,) = plans_peaks(model.memory, [(plan, layers_SM)])
-        on_device = bool(np.all(peaks.device_SW[:, 0] <= np.array(limits(plan))))
-        return on_device and bool(np.all(peaks.host_SW[:, 0] <= np.array(host_limits(plan))))
-
-    return fits
 
 
 def _with_less(plan: Plan, zero_stages: Sequence[int]) -> Iterator[Plan]:

@@ -4,16 +4,18 @@ import pytest
 
 from lightning_mist.cost import StageCostModel, predict, predict_with
 from lightning_mist.cost.interleaved_memory import plan_memory
+from lightning_mist.plan import SearchSpace
 from lightning_mist.plan.changes import burdens
+from lightning_mist.tuner.select.schedule_variants import Room
 from lightning_mist.tuner.select.simplest_plan import (
     ALIKE,
     drop_savings,
-    fits_within,
     shapes,
     simplest,
     simplicity,
     why_simpler,
 )
+from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 
@@ -90,17 +92,23 @@ def saving(schedule="zb-h1", **saved):
     return dataclasses.replace(plan, predicted=predict_with(MODEL, plan))
 
 
-def within(plan, more=0.0):
-    """Whether plans fit into as much memory of devices as a plan needs, and more."""
+def room(device, host, zero_stages=EVERY):
+    """So many bytes of devices and of their hosts, for each stage."""
+    space = apply(SearchSpace(zero_stages=zero_stages), NETWORK, 4, 4)
+    return Room(MODEL, space, lambda item: device, lambda item: host)
+
+
+def within(plan, more=0.0, zero_stages=EVERY):
+    """As much memory of devices as a plan needs, and more."""
     most = [memory.peak_bytes + more for memory in plan_memory(MODEL.memory, plan)]
-    return fits_within(MODEL, lambda item: most, lambda item: [1e12] * item.num_stages)
+    return room(most, [1e12] * plan.num_stages, zero_stages)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b"])
 def test_what_nothing_is_lost_by_is_left_out(schedule):
     plan = saving(schedule, zero=1, offload={"optimizer": 0.25, "gradients": 0.5})
     assert len(burdens(plan)) == 4
-    found = drop_savings(MODEL, plan, within(plan, 1e9), EVERY)
+    found = drop_savings(within(plan, 1e9), plan)
     assert burdens(found) == (schedule,)
     assert found.predicted == predict(NETWORK, FAST, cluster(4), found)
     assert found.predicted.step_seconds <= plan.predicted.step_seconds * (1 + ALIKE)
@@ -108,17 +116,16 @@ def test_what_nothing_is_lost_by_is_left_out(schedule):
 
 def test_what_memory_asks_for_stays():
     plan = saving(zero=1, offload={"gradients": 1.0})
-    assert drop_savings(MODEL, plan, within(plan), EVERY) is plan
+    assert drop_savings(within(plan), plan) is plan
 
 
 def test_host_memory_counts_too():
     plan = saving(offload={"optimizer": 1.0, "activations": 1.0})
-    roomy = fits_within(MODEL, lambda item: [1e12] * 2, lambda item: [1e12] * 2)
-    none = fits_within(MODEL, lambda item: [1e12] * 2, lambda item: [0.0] * 2)
-    assert roomy(plan)
-    assert not none(plan)
+    roomy, none = room([1e12] * 2, [1e12] * 2), room([1e12] * 2, [0.0] * 2)
+    assert roomy.fits(plan)
+    assert not none.fits(plan)
     # With nothing moved it is not asked for.
-    assert none(drop_savings(MODEL, plan, roomy, EVERY))
+    assert none.fits(drop_savings(roomy, plan))
 
 
 def test_only_what_may_be_is_tried():
@@ -126,8 +133,8 @@ def test_only_what_may_be_is_tried():
     plan = dataclasses.replace(
         plan, stages=tuple(dataclasses.replace(stage, zero_stage=1) for stage in plan.stages), predicted=plan.predicted
     )
-    assert drop_savings(MODEL, plan, within(plan, 1e9), (1, 2)) is plan
-    assert burdens(drop_savings(MODEL, plan, within(plan, 1e9), (0, 1))) == ("zb-h1",)
+    assert drop_savings(within(plan, 1e9, (1, 2)), plan) is plan
+    assert burdens(drop_savings(within(plan, 1e9, (0, 1)), plan)) == ("zb-h1",)
 
 
 def test_what_takes_longer_is_not_simpler():
@@ -136,4 +143,4 @@ def test_what_takes_longer_is_not_simpler():
     faster = dataclasses.replace(
         plan, predicted=dataclasses.replace(plan.predicted, step_seconds=plan.predicted.step_seconds * 0.9)
     )
-    assert drop_savings(MODEL, faster, within(plan, 1e9), EVERY) is faster
+    assert drop_savings(within(plan, 1e9), faster) is faster
