@@ -90,8 +90,6 @@ class LeastMemory:
         Raises:
             LateError: If time is up.
         """
-        if not intra.space.offload_ratios:
-            return _least_of_ranges(intra, intra.choices(slot))
         if thread_time() > self.deadline:
             raise LateError
         role = role_of(slot.stage_index, slot.num_stages)
@@ -112,7 +110,10 @@ class LeastMemory:
             }[self.wanted]
         )
         choices = found.table.choices(found.index_J[kept_J], value_J[kept_J], None, found.offload_JO[kept_J])
-        return _least_of_ranges(intra, intra.inside(slot, choices))
+        choices = intra.inside(slot, choices)
+        # Of those with the same layers the one with the least peak.
+        group_K = choices.start_K * (intra.space.num_layers + 1) + choices.layers_K
+        return choices.take(non_dominated(group_K, choices.peak_K, np.zeros(len(choices))))
 
     def _evaluate(self, intra: IntraStage, slot: StageSlot) -> _Known:
         table, memory = intra.everything(slot), intra.model.memory(slot)
@@ -137,15 +138,9 @@ def _shares(intra: IntraStage, candidates: int) -> tuple[FloatArray, bool]:
     ratios = (0.0, *intra.space.offload_ratios)
     for offered in (ratios, (0.0, ratios[-1])):
         grid = RatioGrid.of(intra.space.search, offered)
-        if candidates * len(grid) <= MOST:
+        if candidates * len(grid) <= MOST or len(grid) == 1:
             return grid.offload_CO, len(offered) < len(ratios)
     return grid.offload_CO[[0, -1]], True
-
-
-def _least_of_ranges(intra: IntraStage, choices: SlotChoices) -> SlotChoices:
-    """Of choices with the same layers the one with the least peak."""
-    group_K = choices.start_K * (intra.space.num_layers + 1) + choices.layers_K
-    return choices.take(non_dominated(group_K, choices.peak_K, np.zeros(len(choices))))
 
 
 MakePlan: TypeAlias = Callable[[InterStageProblem, tuple[int, ...]], Plan]

@@ -203,11 +203,12 @@ def open_stages(family: Family, below: float) -> OpenStages:
     masks = {count: np.zeros(shape, dtype=bool) for count in family.heads}
     tails_BQNL = np.zeros((len(family.tails), places, *shape), dtype=bool)
     for item in matching(suffixes, walk, family.num_microbatches, suffixes.least_bottleneck(), below):
+        slot, at_A = family.heads[item.behind + 1] if item.is_head else family.tails[item.behind], item.choice_A
         if item.is_head:
-            masks[item.behind + 1][item.devices_A, item.layers_A] = True
+            masks[item.behind + 1][slot.devices_K[at_A], slot.layers_K[at_A]] = True
         else:
-            place_A = item.part_A * ANY_SEAMS + item.seams_A
-            tails_BQNL[item.behind, place_A, item.devices_A, item.layers_A] = True
+            place_A = slot.part_K[at_A] * ANY_SEAMS + item.seams_A
+            tails_BQNL[item.behind, place_A, slot.devices_K[at_A], slot.layers_K[at_A]] = True
     counts = tuple(count for count, mask_NL in sorted(masks.items()) if mask_NL.any())
     heads_CNL = np.stack([masks[count] for count in counts]) if counts else nothing.heads_CNL
     return OpenStages(counts=counts, slowest=walk.bottleneck, heads_CNL=heads_CNL, tails_BQNL=tails_BQNL)

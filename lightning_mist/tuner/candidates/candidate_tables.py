@@ -94,7 +94,9 @@ class Table:
     @property
     def devices_K(self) -> IntArray:
         """Number of devices of each candidate."""
-        return _devices(self.slots, self.shape_K)
+        devices_S = np.array([slot.devices for slot in self.slots], dtype=np.int64)
+        found_K: IntArray = devices_S[self.shape_K]
+        return found_K
 
     def candidates(self, index_J: IntArray) -> StageCandidates:
         """Some candidates as the cost model knows them."""
@@ -315,13 +317,6 @@ def _empty(request: Request, bottleneck: float) -> Table:
     )
 
 
-def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:
-    """Number of devices of each candidate."""
-    devices_S = [slot.data_parallel_degree * slot.tensor_parallel_degree for slot in slots]
-    found_K: IntArray = np.array(devices_S, dtype=np.int64)[shape_K]
-    return found_K
-
-
 def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], ranges: LayerRanges) -> FloatArray:
     """Seconds that the other devices take at least for all other regions; axes ``W`` and slot."""
     if not slots:
@@ -335,8 +330,7 @@ def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], ranges:
     prefix = np.concatenate([[0.0], np.cumsum(least_R)])
     low_W, high_W = covered(model.spec, ranges.start_W, ranges.start_W + ranges.layers_W)
     rest_W1 = (prefix[-1] - (prefix[high_W] - prefix[low_W]))[:, None]
-    devices_S = np.array([slot.data_parallel_degree * slot.tensor_parallel_degree for slot in slots])
-    others_S = space.world_size - devices_S
+    others_S = space.world_size - np.array([slot.devices for slot in slots])
     # Where no device is left there is nothing outside either.
     found_WS: FloatArray = np.where(others_S > 0, rest_W1 / np.maximum(others_S, 1), 0.0)
     return found_WS

@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
 from lightning_mist.cost.inputs import BoolArray
-from lightning_mist.cost.memory import Moments, device_moments, moments_of
+from lightning_mist.cost.memory import Moments, device_moments
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.candidates.candidate_tables import (
     ROOM,
@@ -197,12 +197,6 @@ class IntraStage:
             found = (self._key(stage_index, num_stages, num_microbatches, pipeline), behind, number), moments
             self._keys[place, num_microbatches] = found
         return found
-
-    def choices(self, slot: StageSlot) -> SlotChoices:
-        """Everything that a slot may be without offload, whether it fits or not."""
-        table = self.everything(slot)
-        moments = moments_of(slot)
-        return self.inside(slot, table.choices(np.arange(len(table)), table.parts.peaks(moments)))
 
     def everything(self, slot: StageSlot) -> Table:
         """Everything that stages with the role of a slot may be."""

@@ -127,7 +127,6 @@ class Matching:
         from_A: The state that holds it and what is behind it; 0 of first stages.
         to_A: The state behind it; -1 if there is none.
         choice_A: Index of the choice in its slot.
-        part_A: The part in which it lies.
         seams_A: Which of the stages next to it lie in others, as of choices.
     """
 
@@ -136,10 +135,7 @@ class Matching:
     from_A: IntArray
     to_A: IntArray
     choice_A: IntArray
-    part_A: IntArray
     seams_A: IntArray
-    devices_A: IntArray
-    layers_A: IntArray
 
 
 def matching(
@@ -180,10 +176,7 @@ def matching(
                     from_A=from_A,
                     to_A=to_A,
                     choice_A=np.broadcast_to(some.index_CR[:, column], kept_CJ.shape)[option, place],
-                    part_A=some.part_C[option],
                     seams_A=suffixes.chain.seams(some.part_C[option], states.used_J[to_A], states.used_J[from_A]),
-                    devices_A=some.devices_C[option],
-                    layers_A=some.layers_C[option],
                 )
         if behind + 1 in suffixes.heads:
             head = suffixes.heads[behind + 1]
@@ -207,8 +200,5 @@ def _of_end(suffixes: Suffixes, ends: EndOptions, behind: int, from_A: IntArray,
         from_A=from_A,
         to_A=to_A,
         choice_A=ends.index_K,
-        part_A=ends.part_K,
         seams_A=chain.seams(ends.part_K, end_A - units_A, end_A),
-        devices_A=ends.devices_K,
-        layers_A=ends.layers_K,
     )
