@@ -171,9 +171,48 @@ class CachingAllocator:
 
     def _new_segment(self, pool: Pool, size: int) -> Block | None:
         if self._settings.expandable_segments:
-            return grow(pool, size, self._new_range, self._reserve)
+            return self._grow(pool, size)
         nbytes = pool.segment_for(size)
         return self._new_block(pool, nbytes) if self._reserve(nbytes) else None
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Map memory for a request that no free block can serve, next to free memory where there is some.
+
+        Returns:
+            A block of at least ``size`` bytes, in no pool; None if the device has no memory left, where pages that were
+            mapped meanwhile stay, as free blocks.
+        """
+        block = _lowest_range(pool, size)
+        if block is None:
+            block = self._new_range(pool, size)
+            pool.unmapped.append(block)  # the highest address
+        if not block.is_mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.after
+            assert following is not None  # `_lowest_range` saw to it
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following
+        pool.remove(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Give the beginning of an unmapped block memory for ``size`` bytes, in whole pages, and free it."""
+        pool, page = block.pool, block.pool.segment_bytes
+        mapped = -(-size // page) * page
+        if not self._reserve(mapped):
+            return False
+        pool.unmapped.remove(block)
+        block.is_mapped = True
+        if mapped < block.size:
+            rest = Block(pool, block.address + mapped, block.size - mapped)
+            rest.is_mapped = False
+            block.put_after(rest)
+            insort(pool.unmapped, rest, key=_by_address)
+            block.size = mapped
+        pool.free(block)
+        return True
 
     def _new_range(self, pool: Pool, size: int) -> Block:
         capacity, page = self._settings.capacity_bytes, pool.segment_bytes
@@ -326,12 +365,6 @@ def least_capacity(events: Sequence[MemoryEvent], settings: AllocatorSettings | 
 # ``c10/cuda/CUDACachingAllocator.cpp`` of torch (``find_expandable_block``, ``map_block``, ``unmap_block``).
 
 
-# Asks the device for so many bytes; False if it has not got them.
-Reserve = Callable[[int], bool]
-
-# Makes a new range of addresses for a pool: one block of at least so many bytes, without memory yet.
-NewRange = Callable[[Pool, int], Block]
-
 _by_address = attrgetter("address")
 
 
@@ -351,29 +384,6 @@ def best_fit(pool: Pool, size: int) -> Block | None:
             break
         best, index = other, index + 1
     return best
-
-
-def grow(pool: Pool, size: int, new_range: NewRange, reserve: Reserve) -> Block | None:
-    """Map memory for a request that no free block can serve, next to free memory where there is some.
-
-    Returns:
-        A block of at least ``size`` bytes, in no pool; None if the device has no memory left, where pages that were
-        mapped meanwhile stay, as free blocks.
-    """
-    block = _lowest_range(pool, size)
-    if block is None:
-        block = new_range(pool, size)
-        pool.unmapped.append(block)  # the highest address
-    if not block.is_mapped and not _map(block, min(block.size, size), reserve):
-        return None
-    while block.size < size:
-        following = block.after
-        assert following is not None  # `_lowest_range` saw to it
-        if not _map(following, min(size - block.size, following.size), reserve):
-            return None
-        block = following
-    pool.remove(block)
-    return block
 
 
 def unmap(block: Block) -> int:
@@ -421,21 +431,3 @@ def _lowest_range(pool: Pool, size: int) -> Block | None:
         if room >= size:
             return start
     return None
-
-
-def _map(block: Block, size: int, reserve: Reserve) -> bool:
-    """Give the beginning of an unmapped block memory for ``size`` bytes, in whole pages, and free it."""
-    pool, page = block.pool, block.pool.segment_bytes
-    mapped = -(-size // page) * page
-    if not reserve(mapped):
-        return False
-    pool.unmapped.remove(block)
-    block.is_mapped = True
-    if mapped < block.size:
-        rest = Block(pool, block.address + mapped, block.size - mapped)
-        rest.is_mapped = False
-        block.put_after(rest)
-        insort(pool.unmapped, rest, key=_by_address)
-        block.size = mapped
-    pool.free(block)
-    return True
