@@ -173,10 +173,16 @@ def _curve(
     updates = [(name, _numbers(terms)) for name, terms in updates_of(list(needs.values()))]
     pieces: list[tuple[float, str, Terms]] = []
     last = 0.0
-    for action, waiting, computing in _around(needs, actions, arrivals):
+    parts_FK = parts_of(list(needs.values()))
+
+    @cache
+    def terms_of(moment: Moment) -> Terms:
+        return _numbers(terms_at(moment, parts_FK))
+
+    for action, waiting, computing in moments_in_order(actions, arrivals):
         span = at[action]
-        pieces.append((last, "waiting", waiting))
-        pieces.append((span.start, str(action), computing))
+        pieces.append((last, "waiting", terms_of(waiting)))
+        pieces.append((span.start, str(action), terms_of(computing)))
         last = span.end
     # What changes over a batch and stays until its end: gradients, as the optimizer finds them.
     at_end = dict(updates).get("optimizer step", pieces[-1][2])
@@ -209,20 +215,6 @@ def _units(plan: Plan, actions: Sequence[Action]) -> dict[str, tuple[UnitBytes, 
         elif action.kind is ActionKind.BACKWARD:
             found[str(action)] = known.get((action.stage, kind), ())[::-1]
     return found
-
-
-def _around(
-    needs: Mapping[int, StageNeeds], actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Action]]
-) -> list[tuple[Action, Terms, Terms]]:
-    """For each computation of devices, what is there before and during it."""
-    parts_FK = parts_of(list(needs.values()))
-
-    @cache
-    def terms(moment: Moment) -> Terms:
-        return _numbers(terms_at(moment, parts_FK))
-
-    computations = moments_in_order(actions, arrivals)
-    return [(action, terms(waiting), terms(computing)) for action, waiting, computing in computations]
 
 
 def _numbers(terms: Mapping[str, object]) -> dict[str, float]:

@@ -202,25 +202,23 @@ def explain_plan(
         slowest=result.stats.seconds,
     )
     _remember(asker, result)
-    return replace(_explained(asker, result.plan), seconds=thread_time() - began)
-
-
-def _explained(asker: Asker, plan: Plan) -> Explanation:
-    """All that is said of a plan."""
+    plan = result.plan
     findings = _findings(asker, plan)
     used = [technique for technique in TECHNIQUES if technique.use(plan)]
     values = [_switched_off(asker, technique, plan) for technique in used]
     techniques, what_ifs = _searched(asker, plan, list(zip(used, values, strict=True)))
+    others = _others(asker, plan)
     return Explanation(
         plan=plan,
         limits=asker.machine.limits(plan),
         findings=findings,
         techniques=techniques,
-        others=_others(asker, plan),
+        others=others,
         what_ifs=what_ifs,
         left_out=tuple(asker.left_out),
         unsearched=tuple(asker.unsearched),
         more_seconds=len(asker.unsearched) * max(asker.longest, asker.slowest),
+        seconds=thread_time() - began,
     )
 
 

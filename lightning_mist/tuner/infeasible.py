@@ -301,8 +301,7 @@ def _limit(intra: IntraStage, look: LeastMemory) -> float:
 
 def _as_parts(choices: SlotChoices, limit: float, part: int) -> SlotChoices:
     """Choices of a part of a cluster, what they need as a part of its limit."""
-    part_K, seams_K = np.full(len(choices), part), np.full(len(choices), ANY_SEAMS)
-    return replace(choices, steady_K=choices.steady_K / max(limit, 1.0), part_K=part_K, seams_K=seams_K)
+    return replace(choices, steady_K=choices.steady_K / max(limit, 1.0)).placed(part, ANY_SEAMS)
 
 
 def _by_memory(

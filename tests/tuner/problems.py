@@ -14,7 +14,7 @@ from tests.tuner.plans import is_feasible
 def slot(start, layers, devices, steady, boundary, part=None, seams=ANY_SEAMS):
     """Choices from sequences; bytes and savings do not matter to the problem."""
     whole, times = (np.asarray(item, dtype=np.int64) for item in (layers, devices)), (steady, boundary)
-    made = SlotChoices.anywhere(*whole, *(np.asarray(item, dtype=np.float64) for item in times), seams=seams)
+    made = SlotChoices.anywhere(*whole, *(np.asarray(item, dtype=np.float64) for item in times)).placed(0, seams)
     found = {"start_K": start} if part is None else {"start_K": start, "part_K": part}
     return replace(made, **{name: np.asarray(item, dtype=np.int64) for name, item in found.items()})
 

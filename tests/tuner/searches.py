@@ -17,6 +17,11 @@ def stages_of(devices=4, rows=4, memory=10**12, nodes=1, **limits):
     return planner.stages(space, memory)
 
 
+def frontier(maker, stage_index, num_stages, num_microbatches):
+    """What one stage may be that fits and is not dominated."""
+    return maker.frontiers([(stage_index, num_stages, (), None)], num_microbatches)[0]
+
+
 def each_by_itself(stages):
     """The least step seconds of every pipeline, each solved alone."""
     space, found = stages.space, {}
@@ -25,7 +30,7 @@ def each_by_itself(stages):
             num_layers=space.num_layers,
             num_devices=(space.world_size,),
             num_microbatches=num_microbatches,
-            slots=tuple(stages.together.frontier(index, num_stages, num_microbatches) for index in range(num_stages)),
+            slots=tuple(frontier(stages.together, index, num_stages, num_microbatches) for index in range(num_stages)),
         )
         found[num_stages, num_microbatches] = solve(problem).objective
     return found

@@ -13,6 +13,7 @@ from lightning_mist.tuner.search import Stages
 from lightning_mist.tuner.space.applied_space import places_behind
 from tests.specs import cluster, profile, spec
 from tests.tuner.candidates.test_offload_search import MACHINES, NETWORKS, make
+from tests.tuner.searches import frontier
 
 
 def same(found, wanted):
@@ -30,8 +31,8 @@ def test_slots_that_are_prepared_together(network, machine):
     together.frontiers([(*place, (), None) for place in places], 4)
     evaluated = together.evaluated
     for place in places:
-        found = together.frontier(*place, 4)
-        same(found, make(network, machine, limit=600_000).frontier(*place, 4))
+        found = frontier(together, *place, 4)
+        same(found, frontier(make(network, machine, limit=600_000), *place, 4))
         moved += int((found.offload_KO.max(axis=1, initial=0) > 0).sum())
     assert moved
     # Nothing was left to evaluate.
@@ -50,14 +51,14 @@ def test_only_places_of_interest_are_looked_at_and_others_when_they_are_asked_fo
     for mask in (some, others):
         maker.frontiers([(0, 2, (), mask)], 4)
     assert maker.evaluated == evaluated
-    (found,), wanted = maker.frontiers([(0, 2, (), some | others)], 4), fresh.frontier(0, 2, 4)
+    (found,), wanted = maker.frontiers([(0, 2, (), some | others)], 4), frontier(fresh, 0, 2, 4)
     one_layer, more = (choices.take(choices.layers_K == 1) for choices in (found, wanted))
     same(one_layer, more)
     assert more.offload_KO.any()
     # Of two layers on two devices nobody asked what they could move.
     assert not found.take(found.layers_K == 2).offload_KO.any()
     assert wanted.take(wanted.layers_K == 2).offload_KO.any()
-    same(maker.frontier(0, 2, 4), wanted)
+    same(frontier(maker, 0, 2, 4), wanted)
 
 
 def test_what_is_of_interest_may_grow_and_may_be_nothing():
@@ -67,7 +68,7 @@ def test_what_is_of_interest_may_grow_and_may_be_nothing():
     for mask in masks:
         wishes = [(index, count, (), mask) for index, count in ((1, 3), (0, 3), (2, 3))]
         for (*place, _, _), found in zip(wishes, maker.frontiers(wishes, 4), strict=True):
-            wanted = fresh.frontier(*place, 4)
+            wanted = frontier(fresh, *place, 4)
             same(found, wanted.take(mask[wanted.devices_K, wanted.layers_K]))
 
 

@@ -11,8 +11,8 @@ Array axes
     X  positions in a pipeline
     K  ranges on one arrangement of devices
 
-:class:`RangeBounds` has what they compute and exchange, :class:`HeldBounds` makes what they hold: activations,
-transfers, parameters, gradients and optimizer state.
+:class:`RangeBounds` has what they compute and exchange, and what they hold: activations, transfers, parameters,
+gradients and optimizer state.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.cost.memory import BUFFERS, MemoryModel
+from lightning_mist.cost.memory import BUFFERS
 from lightning_mist.cost.time import (
     beyond_computing,
     bucketed_seconds,
@@ -61,140 +61,6 @@ SINCE = {"parameters": ZeroStage.PARAMETERS, "gradients": ZeroStage.GRADIENTS, "
 
 MOST_DEALT = 48
 """Layers whose parameters are dealt out to ranks to know what each has: every number of them takes as long again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBounds:
-    """What ranges on one arrangement of devices hold at least.
-
-    Attributes:
-        are_alike: Whether all layers are.
-    """
-
-    memory: MemoryModel
-    slot: StageSlot
-    space: Space
-    layers_K: IntArray
-    recomputed_K: IntArray
-    are_alike: bool
-
-    def of_any_zero(self) -> dict[str, Any]:
-        """What :class:`RangeBounds` has of that under any ZeRO stage."""
-        count = len(self.layers_K)
-        return {
-            "received_XR": np.repeat(self._received()[:, None], count, axis=1),
-            **self._activations(),
-        }
-
-    def of_zero(self, zero_stage: int) -> dict[str, Any]:
-        """What :class:`RangeBounds` has of that under a ZeRO stage beside it."""
-        return {"always_XR": self._always(zero_stage), **self._states(zero_stage)}
-
-    def trained(self) -> FloatArray:
-        """Bytes of trained parameters, with axes ``XK``."""
-        table = self.memory.holdings.table
-        trained_XK: FloatArray = edges(table.trained_R)[:, None] + of_layers(table.single_R)[self.layers_K]
-        return trained_XK
-
-    def _received(self) -> FloatArray:
-        """Bytes of what comes from the stage before, over any cut, with axis ``X``."""
-        cuts_B = self.memory.costs(self.slot.rows).boundary_B[1:-1]
-        return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
-
-    def _always(self, zero_stage: int) -> FloatArray:
-        """Bytes that are there whatever is offloaded where a backward begins, with axes ``XK``.
-
-        Where gradients are dealt out every backward makes them anew, unless all are one unit, and those of the stage's
-        first unit, which the backward before has made last, are still under way.
-        """
-        costs, trained_R = self.memory.costs(self.slot.rows), self.memory.holdings.table.trained_R
-        is_dealt = self.slot.shard_degree > 1 and zero_stage >= ZeroStage.GRADIENTS
-        is_anew = is_dealt and not self.memory.holdings.is_one_unit
-        plain_R = costs.first_backward_peak_R if is_anew else costs.backward_peak_R
-        again_R = costs.first_recompute_backward_peak_R if is_anew else costs.recompute_backward_peak_R
-        # Where all layers are recomputed so is the last, which runs first, behind the tail.
-        layer_K = np.where(self.recomputed_K < self.layers_K, plain_R[1:-1].min(), again_R[1:-1].min())
-        tail = float(costs.saved_R[-1] + min(plain_R[-1], again_R[-1]))
-        under_way_X = np.array([trained_R[0], *[trained_R[1:-1].min()] * 2])
-        under_way_X *= is_dealt and self.slot.num_microbatches > 1
-        always_XK: FloatArray = np.stack([layer_K, layer_K, np.full_like(layer_K, tail)]) + under_way_X[:, None]
-        always_XK[2] = np.maximum(always_XK[2], layer_K)
-        always_XK += self.memory.spec.buffer_bytes
-        return always_XK
-
-    def _activations(self) -> dict[str, FloatArray]:
-        """Bytes of what microbatches keep for backward."""
-        costs, layers_K, recomputed_K = self.memory.costs(self.slot.rows), self.layers_K, self.recomputed_K
-        plain_L, inputs_L = of_layers(costs.saved_R), of_layers(costs.checkpointed_saved_R)
-        activations_K = plain_L[layers_K - recomputed_K] + inputs_L[recomputed_K]
-        handed = float(max(costs.handed_R.max(), costs.checkpointed_handed_R.max()))
-        top_K = np.where(recomputed_K < layers_K, plain_L[1], inputs_L[1])
-        # The one below the top is recomputed if all but the top, or all, are.
-        below_K = np.where(recomputed_K >= layers_K - 1, inputs_L[1], plain_L[1]) * (layers_K > 1)
-        return {
-            "activations_R": activations_K,
-            "kept_R": np.maximum(activations_K - handed, 0.0),
-            "top_R": top_K,
-            "top_two_R": np.minimum(top_K + below_K, activations_K),
-        }
-
-    def _states(self, zero_stage: int) -> dict[str, FloatArray]:
-        """Bytes of parameters, gradients and optimizer state of the rank that has most where a backward begins.
-
-        Under ZeRO-3 others' parameters of the region at hand and of that below are there, of which some rank lacks at
-        least the mean.
-        """
-        table, state = self.memory.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
-        held_XK = self.trained()
-
-        def share(since: ZeroStage) -> float:
-            return 1 / self.slot.shard_degree if zero_stage >= since else 1.0
-
-        layer = float(table.used_R[1:-1].min())
-        # The tail and the layer below may use the same parameters.
-        units_XK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
-        away_XK = layer * units_XK * (1 - share(ZeroStage.PARAMETERS))
-        found = {
-            "parameters": held_XK * share(ZeroStage.PARAMETERS),
-            "gradients": held_XK * share(ZeroStage.GRADIENTS),
-            "optimizer": held_XK * share(ZeroStage.OPTIMIZER),
-        }
-        least = {name: self._least(name, zero_stage, value_XK) for name, value_XK in found.items()}
-        return {
-            "parameters_XR": found["parameters"] + away_XK,
-            "gradients_XR": found["gradients"],
-            "optimizer_XR": state * found["optimizer"],
-            "least_parameters_XR": least["parameters"] + away_XK,
-            "least_gradients_XR": least["gradients"],
-            "least_optimizer_XR": state * least["optimizer"],
-        }
-
-    def _least(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
-        """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``XK``.
-
-        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit.
-        """
-        if kind not in self.space.search.offloaded:
-            return held_XK
-        shards, even = zero_stage >= SINCE[kind], self.memory.holdings.is_even and self.slot.shard_degree > 1
-        # Pieces of parameters arrive where their units are gathered.
-        buffers = 0 if kind == "parameters" and shards and even else BUFFERS
-        in_parts = kind == "optimizer" and self.memory.spec.optimizer.is_entrywise
-        share_XK = buffered_share(self.layers_K) * (buffers > 0)
-        # Beside a head or a tail, whose parts pass through buffers of layers' size, nothing is known of that.
-        least_XK = held_XK * (share_XK * np.array([[0.0], [1.0], [0.0]]) if in_parts else share_XK)
-        if self.are_alike:
-            at_J = self.layers_K <= MOST_DEALT
-            least_XK[:, at_J] = self.memory.states.least_held(
-                self.layers_K[at_J],
-                (0.0, *self.space.offload_ratios),
-                self.slot.shard_degree if shards else 1,
-                buffers,
-                trained=kind != "parameters",
-                is_summed=kind == "gradients",
-                in_parts=in_parts,
-            )
-        return least_XK
 
 
 def buffered_share(layers_K: IntArray) -> FloatArray:
@@ -359,7 +225,7 @@ class _Arranged:
         are_alike: bool,
     ) -> None:
         self.model, self.space, self.slot, self.neighbours = model, space, slot, neighbours
-        self.holdings, self.degree = model.memory(slot).holdings, slot.shard_degree
+        self.memory, self.degree = model.memory(slot), slot.shard_degree
         self.compute = model.region_seconds(*slot.computed)
         both_L, again_L = map(of_layers, (self.compute.forward_R + self.compute.backward_R, self.compute.recompute_R))
         layers_W = np.arange(fewest, space.num_layers)
@@ -371,14 +237,7 @@ class _Arranged:
         self.corrected = least_correction(model)
         self.forward_XK = self._summed(self.compute.forward_R)
         self.backward_XK = self._summed(self.compute.backward_R) + again_L[self.recomputed_K]
-        self.held = HeldBounds(
-            memory=model.memory(slot),
-            slot=slot,
-            space=space,
-            layers_K=self.layers_K,
-            recomputed_K=self.recomputed_K,
-            are_alike=are_alike,
-        )
+        self.are_alike = are_alike
 
     def of_any_zero(self) -> dict[str, Any]:
         """What :class:`RangeBounds` has of them under any ZeRO stage."""
@@ -389,7 +248,8 @@ class _Arranged:
             "forward_XR": self.forward_XK,
             "backward_XR": self.backward_XK,
             "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
-            **self.held.of_any_zero(),
+            "received_XR": np.repeat(self._received()[:, None], count, axis=1),
+            **self._activations(),
         }
 
     def of_zero(self, zero_stage: int, counted: Collection[int]) -> dict[str, Any]:
@@ -399,17 +259,18 @@ class _Arranged:
             counted: ZeRO stages of which the least counts once per batch.
         """
         # Copies are priced with what is exposed of communication, and corrections change only one of both.
-        is_told = (not self.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
+        is_told = (not self.memory.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
             not self.model.profile.corrections or zero_stage < ZeroStage.GRADIENTS
         )
         computed = self.forward_XK, self.backward_XK
-        once_XK, deferred_XK = _least_once(self.model, self.slot, counted, self.held.trained(), *computed)
+        once_XK, deferred_XK = _least_once(self.model, self.slot, counted, self._trained(), *computed)
         return {
             "is_told_R": np.full(len(self.layers_K), is_told),
             "once_XR": once_XK,
             "deferred_XR": deferred_XK,
             "exposed_XR": self._exposed(zero_stage),
-            **self.held.of_zero(zero_stage),
+            "always_XR": self._always(zero_stage),
+            **self._states(zero_stage),
         }
 
     def _summed(self, values_R: FloatArray) -> FloatArray:
@@ -447,6 +308,112 @@ class _Arranged:
         lowest = float(lowest_R[1:-1].min(initial=np.inf))
         exposed_XK: FloatArray = np.array([float(lowest_R[0]), lowest, lowest])[:, None] + inside_K
         return exposed_XK * self.corrected
+
+    def _trained(self) -> FloatArray:
+        """Bytes of trained parameters, with axes ``XK``."""
+        table = self.memory.holdings.table
+        trained_XK: FloatArray = edges(table.trained_R)[:, None] + of_layers(table.single_R)[self.layers_K]
+        return trained_XK
+
+    def _received(self) -> FloatArray:
+        """Bytes of what comes from the stage before, over any cut, with axis ``X``."""
+        cuts_B = self.memory.costs(self.slot.rows).boundary_B[1:-1]
+        return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
+
+    def _always(self, zero_stage: int) -> FloatArray:
+        """Bytes that are there whatever is offloaded where a backward begins, with axes ``XK``.
+
+        Where gradients are dealt out every backward makes them anew, unless all are one unit, and those of the stage's
+        first unit, which the backward before has made last, are still under way.
+        """
+        costs, trained_R = self.memory.costs(self.slot.rows), self.memory.holdings.table.trained_R
+        is_dealt = self.slot.shard_degree > 1 and zero_stage >= ZeroStage.GRADIENTS
+        is_anew = is_dealt and not self.memory.holdings.is_one_unit
+        plain_R = costs.first_backward_peak_R if is_anew else costs.backward_peak_R
+        again_R = costs.first_recompute_backward_peak_R if is_anew else costs.recompute_backward_peak_R
+        # Where all layers are recomputed so is the last, which runs first, behind the tail.
+        layer_K = np.where(self.recomputed_K < self.layers_K, plain_R[1:-1].min(), again_R[1:-1].min())
+        tail = float(costs.saved_R[-1] + min(plain_R[-1], again_R[-1]))
+        under_way_X = np.array([trained_R[0], *[trained_R[1:-1].min()] * 2])
+        under_way_X *= is_dealt and self.slot.num_microbatches > 1
+        always_XK: FloatArray = np.stack([layer_K, layer_K, np.full_like(layer_K, tail)]) + under_way_X[:, None]
+        always_XK[2] = np.maximum(always_XK[2], layer_K)
+        always_XK += self.memory.spec.buffer_bytes
+        return always_XK
+
+    def _activations(self) -> dict[str, FloatArray]:
+        """Bytes of what microbatches keep for backward."""
+        costs, layers_K, recomputed_K = self.memory.costs(self.slot.rows), self.layers_K, self.recomputed_K
+        plain_L, inputs_L = of_layers(costs.saved_R), of_layers(costs.checkpointed_saved_R)
+        activations_K = plain_L[layers_K - recomputed_K] + inputs_L[recomputed_K]
+        handed = float(max(costs.handed_R.max(), costs.checkpointed_handed_R.max()))
+        top_K = np.where(recomputed_K < layers_K, plain_L[1], inputs_L[1])
+        # The one below the top is recomputed if all but the top, or all, are.
+        below_K = np.where(recomputed_K >= layers_K - 1, inputs_L[1], plain_L[1]) * (layers_K > 1)
+        return {
+            "activations_R": activations_K,
+            "kept_R": np.maximum(activations_K - handed, 0.0),
+            "top_R": top_K,
+            "top_two_R": np.minimum(top_K + below_K, activations_K),
+        }
+
+    def _states(self, zero_stage: int) -> dict[str, FloatArray]:
+        """Bytes of parameters, gradients and optimizer state of the rank that has most where a backward begins.
+
+        Under ZeRO-3 others' parameters of the region at hand and of that below are there, of which some rank lacks at
+        least the mean.
+        """
+        table, state = self.memory.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
+        held_XK = self._trained()
+
+        def share(since: ZeroStage) -> float:
+            return 1 / self.slot.shard_degree if zero_stage >= since else 1.0
+
+        layer = float(table.used_R[1:-1].min())
+        # The tail and the layer below may use the same parameters.
+        units_XK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
+        away_XK = layer * units_XK * (1 - share(ZeroStage.PARAMETERS))
+        found = {
+            "parameters": held_XK * share(ZeroStage.PARAMETERS),
+            "gradients": held_XK * share(ZeroStage.GRADIENTS),
+            "optimizer": held_XK * share(ZeroStage.OPTIMIZER),
+        }
+        least = {name: self._least(name, zero_stage, value_XK) for name, value_XK in found.items()}
+        return {
+            "parameters_XR": found["parameters"] + away_XK,
+            "gradients_XR": found["gradients"],
+            "optimizer_XR": state * found["optimizer"],
+            "least_parameters_XR": least["parameters"] + away_XK,
+            "least_gradients_XR": least["gradients"],
+            "least_optimizer_XR": state * least["optimizer"],
+        }
+
+    def _least(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
+        """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``XK``.
+
+        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit.
+        """
+        if kind not in self.space.search.offloaded:
+            return held_XK
+        shards, even = zero_stage >= SINCE[kind], self.memory.holdings.is_even and self.slot.shard_degree > 1
+        # Pieces of parameters arrive where their units are gathered.
+        buffers = 0 if kind == "parameters" and shards and even else BUFFERS
+        in_parts = kind == "optimizer" and self.memory.spec.optimizer.is_entrywise
+        share_XK = buffered_share(self.layers_K) * (buffers > 0)
+        # Beside a head or a tail, whose parts pass through buffers of layers' size, nothing is known of that.
+        least_XK = held_XK * (share_XK * np.array([[0.0], [1.0], [0.0]]) if in_parts else share_XK)
+        if self.are_alike:
+            at_J = self.layers_K <= MOST_DEALT
+            least_XK[:, at_J] = self.memory.states.least_held(
+                self.layers_K[at_J],
+                (0.0, *self.space.offload_ratios),
+                self.slot.shard_degree if shards else 1,
+                buffers,
+                trained=kind != "parameters",
+                is_summed=kind == "gradients",
+                in_parts=in_parts,
+            )
+        return least_XK
 
 
 def _least_once(

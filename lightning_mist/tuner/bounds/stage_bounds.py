@@ -258,7 +258,7 @@ def stage_bounds(
     at_K = np.flatnonzero((steady_V <= bottleneck) & (steady_V < np.inf))
     steady_K = steady_V[at_K]
     boundary_K = np.maximum(found.reach_V[at_K] - steady_K, 0.0)
-    return SlotChoices.anywhere(found.layers_V[at_K], found.devices_V[at_K], steady_K, boundary_K, seams=ANY_SEAMS)
+    return SlotChoices.anywhere(found.layers_V[at_K], found.devices_V[at_K], steady_K, boundary_K)
 
 
 def _offloaded(
@@ -380,8 +380,7 @@ class SeamBounds:
             from_behind = None if behind is None else behind if seams & BEHIND else self.part
             seconds_K = choices.steady_K + self._beyond(from_front, from_behind)[choices.devices_K]
             at_J = np.flatnonzero(fits_K & (seconds_K <= slowest))
-            some = choices.take(at_J)
-            yield replace(some, steady_K=seconds_K[at_J], seams_K=np.full_like(some.seams_K, seams))
+            yield replace(choices.take(at_J), steady_K=seconds_K[at_J]).placed(self.part, seams)
 
     def _beyond(self, front: int | None, behind: int | None) -> FloatArray:
         """Seconds of receiving beyond the least, by devices, with axis ``N``."""
@@ -474,7 +473,7 @@ class PartBounds:
             if (position, others) not in made:
                 every = known.stage(position, others)
                 some = every.take(every.steady_K <= bottleneck)
-                made[position, others] = replace(some, part_K=some.part_K + self.part)
+                made[position, others] = some.placed(self.part, ANY_SEAMS)
             return made[position, others]
 
         return choices

@@ -6,7 +6,7 @@ Array axes
     O  kinds of state, in the order of ``OFFLOAD_KINDS``
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,7 @@ class SlotChoices(ArrayRecord):
 
     @classmethod
     def anywhere(
-        cls, layers_K: IntArray, devices_K: IntArray, steady_K: FloatArray, boundary_K: FloatArray, *, seams: int = 0
+        cls, layers_K: IntArray, devices_K: IntArray, steady_K: FloatArray, boundary_K: FloatArray
     ) -> "SlotChoices":
         """Choices of which any layers and whatever they save take so long."""
         zero_K = np.zeros(len(layers_K), dtype=np.int64)
@@ -81,7 +81,7 @@ class SlotChoices(ArrayRecord):
             layers_K=layers_K,
             devices_K=devices_K,
             part_K=zero_K,
-            seams_K=zero_K + seams,
+            seams_K=zero_K,
             steady_K=steady_K,
             boundary_K=boundary_K,
             peak_K=np.zeros(len(layers_K)),
@@ -93,6 +93,11 @@ class SlotChoices(ArrayRecord):
             method_K=zero_K,
             offload_KO=np.zeros((len(layers_K), len(OFFLOAD_KINDS))),
         )
+
+    def placed(self, part: int, seams: int) -> "SlotChoices":
+        """The same in a part, next to stages of others as the seams say."""
+        part_K, seams_K = (np.full(len(self), value, dtype=np.int64) for value in (part, seams))
+        return replace(self, part_K=part_K, seams_K=seams_K)
 
     @classmethod
     def none(cls) -> "SlotChoices":

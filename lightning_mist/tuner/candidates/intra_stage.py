@@ -116,12 +116,6 @@ class IntraStage:
         """Bytes of host memory that each device of every stage of a plan may use."""
         return (self.host_limit,) * plan.num_stages
 
-    def frontier(
-        self, stage_index: int, num_stages: int, num_microbatches: int, slowest: float = np.inf
-    ) -> SlotChoices:
-        """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated."""
-        return self.frontiers([(stage_index, num_stages, (), None)], num_microbatches, slowest)[0]
-
     def frontiers(
         self,
         asked: Sequence[Wish],
@@ -131,9 +125,10 @@ class IntraStage:
         resident: bool = False,
         deadline: float = np.inf,
     ) -> list[SlotChoices]:
-        """The choices of several slots at once, which is faster than one after another; see :meth:`frontier`.
+        """The choices of slots that fit and are not dominated; of several at once this is faster.
 
         Args:
+            slowest: The most seconds per microbatch.
             resident: Whether all state stays on the device.
             deadline: Value of ``thread_time()`` from which on nothing more is evaluated.
 

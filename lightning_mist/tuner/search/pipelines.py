@@ -175,7 +175,7 @@ class Stages:
             num_layers=self.space.num_layers,
             num_devices=self.sizes,
             num_microbatches=num_microbatches,
-            slots=(found if len(self.parts) == 1 else _in_part(found, EVERY_PART),),
+            slots=(found if len(self.parts) == 1 else found.placed(EVERY_PART, 0),),
         )
 
     def family(
@@ -216,20 +216,17 @@ class Stages:
             wishes = [(*place[:2], place.pipeline, asked[place]) for place in here]
             slowest = np.inf if found is None else found.slowest
             slots = own.frontiers(wishes, count, slowest, resident=resident, deadline=deadline)
-            choices |= {place: _in_part(slot, part, place.seams) for place, slot in zip(here, slots, strict=True)}
+            # Those that alike stages share stay the same object.
+            choices |= {
+                place: slot.placed(part, place.seams) if part or place.seams else slot
+                for place, slot in zip(here, slots, strict=True)
+            }
 
         def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
             some = [choices[place] for place in places[stage_index, num_stages] if place in choices]
             return some[0] if len(some) == 1 else SlotChoices.joined([SlotChoices.none(), *some])
 
         return Family.of(self.space.num_layers, self.sizes, count, counts, choices_of, group.parts)
-
-
-def _in_part(choices: SlotChoices, part: int, seams: int = 0) -> SlotChoices:
-    """Choices as those of a part, with some seams; those that alike stages share stay the same object."""
-    if part == seams == 0:
-        return choices
-    return replace(choices, part_K=np.full(len(choices), part), seams_K=np.full(len(choices), seams))
 
 
 def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[Cluster]) -> Iterator[PipelineGroup]:

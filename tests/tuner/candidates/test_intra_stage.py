@@ -8,7 +8,7 @@ from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.space.applied_space import ANYWHERE, Shape, apply, layer_classes
 from tests.specs import candidates_of, cluster, profile, spec, with_splits
-from tests.tuner.searches import stages_of
+from tests.tuner.searches import frontier, stages_of
 
 
 def intra(network, *, limit=1e12, devices=4, rows=4, **search):
@@ -56,7 +56,7 @@ def by_hand(maker, index, stages, microbatches):
 @pytest.mark.parametrize("limit", [1e12, 1_000_000, 700_000])
 def test_equals_evaluating_one_by_one(network, index, stages, limit):
     maker = intra(network, limit=limit, zero_stages=(0, 1, 2, 3), tensor_parallel_degrees=None)
-    choices = maker.frontier(index, stages, 4)
+    choices = frontier(maker, index, stages, 4)
     wanted = by_hand(maker, index, stages, 4)
     found = {}
     for place in range(len(choices)):
@@ -87,17 +87,17 @@ def test_equal_layer_ranges_are_evaluated_once():
     counts = []
     for network in (repeated, unique):
         maker = intra(network)
-        maker.frontier(1, 3, 4)
+        frontier(maker, 1, 3, 4)
         counts.append(maker.evaluated)
     assert counts[0] < counts[1] / 2
 
 
 def test_slots_share_what_they_can():
     maker = intra(ALIKE)
-    maker.frontier(1, 4, 4)
+    frontier(maker, 1, 4, 4)
     evaluated = maker.evaluated
-    maker.frontier(2, 4, 4)
-    maker.frontier(1, 3, 4)
+    frontier(maker, 2, 4, 4)
+    frontier(maker, 1, 3, 4)
     assert maker.evaluated == evaluated
 
 
@@ -108,8 +108,8 @@ def test_slots_under_zero_3_do_not_share_what_stages_behind_cost():
         return IntraStage(slow, space, 1e12)
 
     asked, fresh = made(), made()
-    before = asked.frontier(0, 2, 8)
-    after, alone = asked.frontier(0, 3, 8), fresh.frontier(0, 3, 8)
+    before = frontier(asked, 0, 2, 8)
+    after, alone = frontier(asked, 0, 3, 8), frontier(fresh, 0, 3, 8)
     assert np.array_equal(after.steady_K, alone.steady_K)
     # The outermost units of stages with more than two are fetched again.
     long_K = after.layers_K > 1
@@ -122,11 +122,11 @@ def test_slots_under_zero_3_do_not_share_what_stages_behind_cost():
 
 def test_without_checkpointing_nothing_is_recomputed():
     for maker in (intra(ALIKE, checkpointing=False), intra(spec(6, exclusions=[("checkpointing", "x")]))):
-        assert set(maker.frontier(0, 2, 4).checkpointed_K) == {0}
+        assert set(frontier(maker, 0, 2, 4).checkpointed_K) == {0}
 
 
 def test_zero_stages_are_those_asked_for():
-    slot_choices = intra(ALIKE, zero_stages=(1,)).frontier(0, 2, 4)
+    slot_choices = frontier(intra(ALIKE, zero_stages=(1,)), 0, 2, 4)
     # On one device there is nothing to shard.
     assert {(z, d > 1) for z, d in zip(slot_choices.zero_stage_K, slot_choices.devices_K, strict=True)} <= {
         (1, True),
