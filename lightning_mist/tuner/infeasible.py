@@ -110,7 +110,7 @@ class LeastMemory:
             }[self.wanted]
         )
         choices = found.table.choices(found.index_J[kept_J], value_J[kept_J], None, found.offload_JO[kept_J])
-        choices = intra.inside(slot, choices)
+        choices = intra.inside((slot.stage_index, slot.num_stages, slot.parts), choices)
         # Of those with the same layers the one with the least peak.
         group_K = choices.start_K * (intra.space.num_layers + 1) + choices.layers_K
         return choices.take(non_dominated(group_K, choices.peak_K, np.zeros(len(choices))))

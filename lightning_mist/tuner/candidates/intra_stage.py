@@ -139,10 +139,10 @@ class IntraStage:
         self._prepare(asked, num_microbatches, slowest, resident=resident, deadline=deadline)
         keys = (self._frontier_key(item[:3], num_microbatches)[0] for item in asked)
         found = (self._frontiers[resident][key][2] for key in keys)
-        return [self._inside(item[:3], choices, slowest, item[3]) for item, choices in zip(asked, found, strict=True)]
+        return [self.inside(item[:3], choices, slowest, item[3]) for item, choices in zip(asked, found, strict=True)]
 
-    def _inside(
-        self, place: Place, found: SlotChoices, slowest: float, among_NL: BoolArray | None = None
+    def inside(
+        self, place: Place, found: SlotChoices, slowest: float = np.inf, among_NL: BoolArray | None = None
     ) -> SlotChoices:
         """Those of some choices that a slot may be where it lies, and that are of interest."""
         most = self.space.world_size if self._elsewhere else self.space.world_size - place[1] + 1
@@ -199,10 +199,6 @@ class IntraStage:
         (table,), evaluated = make_tables(self.model, self.space, [request], np.inf)
         self.evaluated += evaluated
         return table
-
-    def inside(self, slot: StageSlot, found: SlotChoices) -> SlotChoices:
-        """Those of some choices that a slot may be where it lies."""
-        return found.take(within(found, slot.stage_index, slot.num_stages, self.space.num_layers, np.iinfo(int).max))
 
     def slot(
         self,
