@@ -8,14 +8,14 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import docstring_parser
-from jsonargparse import ArgumentParser
 
 from lightning_mist.cli.estimate_command import estimate
 from lightning_mist.cli.output import answers_alone
@@ -24,6 +24,7 @@ from lightning_mist.cli.profile_command import profile
 from lightning_mist.cli.show_command import show
 from lightning_mist.cli.simulate_command import simulate
 from lightning_mist.errors import MistError
+from lightning_mist.plan.search_space import kind_of_limit
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,17 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What is alive when the process ends goes with it: looking for cycles among all that takes long.
     atexit.register(gc.freeze)
     _keep_freed_memory()
-    parser = _parser()
-    chosen = parser.parse_args(_settled(sys.argv[1:] if arguments is None else arguments))
-    function = _COMMANDS[chosen.subcommand]
-    values = vars(chosen[chosen.subcommand])
+    values = vars(_parser().parse_args(arguments))
+    name = values.pop("subcommand")
+    function = _COMMANDS[name]
     if arguments is None and function is plan:
         # The process ends with the plan, and what a search leaves need not be looked through for cycles before.
         gc.disable()
     with warnings.catch_warnings():
         # Lightning 2.6 asks for the leaves of a tree in a way that torch 2.13 deprecates; nobody here can mend it.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
-        _run(chosen.subcommand, function, values)
+        _run(name, function, values)
 
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
@@ -120,129 +120,72 @@ class _Parser(ArgumentParser):
         """Options are not shortened, so that a misspelt one is told."""
         super().__init__(allow_abbrev=False, **options)
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what is not known where it stands: behind a command's name it is the command that says so."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            known = [item.lstrip("-") for action in self._actions for item in action.option_strings]
+            wrong = next((item.lstrip("-").partition("=")[0] for item in rest if item.startswith("--")), "")
+            near = get_close_matches(wrong, known, n=1)
+            hint = f"; did you mean --{near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
         """End the process with one line."""
-        known = [item for action in self._actions for item in action.option_strings]
-        program = self.prog.replace(" [options]", "")
-        print(f"{program}: error: {_readable(str(ex or message), known)}; see {program} --help", file=sys.stderr)
+        text = " ".join(message.split()).removeprefix("argument ")
+        print(f"{self.prog}: error: {text}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
-
-
-def _readable(text: str, known: Sequence[str]) -> str:
-    """What a parser says, in the words of the command line."""
-    wrong = re.search(r'Parser key "([\w.]+)"', text)
-    expected = re.search(r"Expected a <class '(\w+)'>\.? Got value: (\S+)", " ".join(text.split()))
-    if wrong and expected:
-        kind = _KINDS.get(expected[1], "another value")
-        return f"{_option(wrong[1].rpartition('.')[2])}: {kind} is needed in place of {expected[2]}"
-    text = re.sub(rf"(?<![\w-])({'|'.join(_COMMANDS)})\.(\w+)", lambda found: _argument(found[1], found[2]), text)
-    # Earlier versions of the library say it in other words, and of one that is missing at a time.
-    text = re.sub(
-        r"^.*?(?:Key|Option) ['\"]([\w-]+)['\"] is required.*", r"the following arguments are required: \1", text
-    )
-    text = text.replace("Unrecognized arguments", "unrecognized arguments")
-    unknown = re.search(r"unrecognized arguments: --([\w-]+)", text)
-    near = get_close_matches(unknown[1], [item.lstrip("-") for item in known], n=1) if unknown else []
-    return f"{' '.join(text.split()).rstrip('.')}{f'; did you mean --{near[0]}?' if near else ''}"
-
-
-def _argument(command: str, name: str) -> str:
-    """How an argument of a command is written."""
-    parameter = inspect.signature(_COMMANDS[command]).parameters.get(name)
-    is_placed = parameter is not None and parameter.kind is inspect.Parameter.POSITIONAL_ONLY
-    return name if is_placed else _option(name)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _settled(arguments: Sequence[str]) -> list[str]:
-    """Arguments whose values are checked as they are written, those that stand for a list with brackets around them.
-
-    YAML, which reads them, has more ways to write a number than anybody means: 0x10 and 016, 1_000, 12:30.
-    """
-    command = next((item for item in arguments if item in _COMMANDS), None)
-    known = {} if command is None else {_option(name): kind for name, *kind in _options_of(_COMMANDS[command])}
-    found, waiting = list[str](), None
-    for item in arguments:
-        option, equals, value = item.partition("=")
-        if waiting is not None and not item.startswith("--"):
-            found.append(_value(command, waiting, item, *known[waiting]))
-        elif equals and option in known:
-            found.append(f"{option}={_value(command, option, value, *known[option])}")
-        else:
-            found.append(item)
-        waiting = item if item in known else None
-    return found
-
-
-_WRITTEN = {
-    int: ("a whole number", re.compile(r"-?(0|[1-9][0-9]{0,17})")),
-    float: ("a number", re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?")),
+_WRITTEN: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
+    int: ("a whole number", r"-?(0|[1-9][0-9]{0,17})", int),
+    float: ("a number", r"-?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?", float),
+    bool: ("true or false", r"(?i:true|false)", lambda text: text.lower() == "true"),
+    str: ("a value", r"(?s:.*\S.*)", str),
 }
-"""How numbers are written, by type."""
+"""How values are written, in words and as a pattern, and what makes one of a text, by type."""
 
 _MOST_SHOWN = 40
 
 
-def _value(command: str | None, option: str, text: str, hint: Any, default: object) -> str:
-    """The value of an option for the parser; ends the process with one line if nobody would write it so."""
-    is_list = any(get_origin(item) is tuple for item in (hint, *get_args(hint)))
-    kinds = (hint, _item_of(hint), *get_args(hint), *map(_item_of, get_args(hint)))
-    kind, pattern = next(filter(None, map(_written, kinds)), ("a value", None))
-    parts = [part.strip() for part in text.strip().strip("[]()").split(",")] if is_list else [text]
-    is_empty = not text.strip() and default != ""
-    if is_empty or (pattern and text != "null" and any(not pattern.fullmatch(part) for part in parts if parts != [""])):
-        shown = f"{text[:_MOST_SHOWN]!r}..." if len(text) > _MOST_SHOWN else text if text.isalnum() else repr(text)
-        program = f"lightning-mist {command}"
-        print(
-            f"{program}: error: {option}: {kind} is needed in place of {shown}; see {program} --help", file=sys.stderr
-        )
-        raise SystemExit(2)
-    return text if not is_list or text == "null" or text.startswith(("[", "(")) else f"[{text}]"
+def _reader(hint: Any, default: object) -> tuple[str, Callable[[str], Any]]:
+    """How an option of a type is written, and what makes its value: of several between commas, perhaps in brackets."""
+    one, is_several, is_optional = kind_of_limit(hint)
+    make: Callable[[str], Any] = str
+    if get_origin(one) is Literal:
+        words = get_args(one)
+        kind, pattern = f"one of {', '.join(map(repr, words))}", "|".join(words)
+    else:
+        kind, pattern, make = _WRITTEN[one]
 
+    def read(text: str) -> Any:
+        if text == "null" and is_optional:
+            return None
+        if text == "" == default:
+            return text
+        parts = [text]
+        if is_several:
+            if text.strip() in ("[]", "()"):
+                return ()
+            parts = [part.strip() for part in re.sub(r"^\[(.*)\]$|^\((.*)\)$", r"\1\2", text.strip()).split(",")]
+            parts = [re.sub(r"""^(['"])(.*)\1$""", r"\2", part) for part in parts] if make is str else parts
+        if not all(re.fullmatch(pattern, part) for part in parts):
+            shown = f"{text[:_MOST_SHOWN]!r}..." if len(text) > _MOST_SHOWN else text if text.isalnum() else repr(text)
+            raise ArgumentTypeError(f"{kind} is needed in place of {shown}")
+        return tuple(map(make, parts)) if is_several else make(text)
 
-def _written(hint: Any) -> tuple[str, re.Pattern[str]] | None:
-    """How a number, or one of several words, is written; None of anything else."""
-    if get_origin(hint) is not Literal or not all(isinstance(item, str) for item in get_args(hint)):
-        return _WRITTEN.get(hint)
-    words = "|".join(map(re.escape, get_args(hint)))
-    return f"one of {', '.join(map(repr, get_args(hint)))}", re.compile(f"['\"]?({words})['\"]?")
-
-
-def _item_of(hint: Any) -> Any:
-    """What a list is of; nothing for what is no list."""
-    return get_args(hint)[0] if get_origin(hint) is tuple else None
-
-
-def _options_of(function: Any) -> Iterator[tuple[str, Any, object]]:
-    """Name, type and default of a function's parameters, and of the fields of those that are dataclasses."""
-    hints = get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        if is_dataclass(hints[name]):
-            yield from _options_of(hints[name])
-        elif parameter.default is not False and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
-            yield name, hints[name], parameter.default
+    return kind, read
 
 
 @cache
 def _parser() -> ArgumentParser:
     parser = _Parser(prog="lightning-mist", description="Plan how to train a network, and look at plans.")
-    commands = parser.add_subcommands(dest="subcommand", required=True)
+    commands = parser.add_subparsers(dest="subcommand", required=True)
     for name, function in _COMMANDS.items():
-        command = _command(function)
-        commands.add_subcommand(name, command, help=command.description)
+        words = docstring_parser.parse(function.__doc__ or "").short_description
+        _add_arguments(commands.add_parser(name, help=words, description=words), function)
     return parser
-
-
-def _command(function: Callable[..., None]) -> ArgumentParser:
-    command = _Parser(description=docstring_parser.parse(function.__doc__ or "").short_description)
-    _add_arguments(command, function)
-    return command
 
 
 def _add_arguments(command: ArgumentParser, function: Callable[..., Any]) -> None:
@@ -253,13 +196,17 @@ def _add_arguments(command: ArgumentParser, function: Callable[..., Any]) -> Non
     help_of = {item.arg_name: item.description for item in docstring_parser.parse(function.__doc__ or "").params}
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
-        required = parameter.default is inspect.Parameter.empty
         if is_dataclass(hints[name]):
             _add_arguments(command, hints[name])
-        elif required and parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            command.add_argument(name, type=hints[name], help=help_of[name])
+            continue
+        words, option = str(help_of[name]).replace("%", "%%"), f"--{name.replace('_', '-')}"
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            command.add_argument(name, help=words)
         elif parameter.default is False:
-            command.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=help_of[name])
+            command.add_argument(option, action="store_true", help=words)
         else:
-            options = {"required": True} if required else {"default": parameter.default}
-            command.add_argument(f"--{name.replace('_', '-')}", type=hints[name], help=help_of[name], **options)
+            required = parameter.default is inspect.Parameter.empty
+            default = None if required else parameter.default
+            kind, read = _reader(hints[name], default)
+            said = f"{words} ({kind}; {'required' if required else f'default: {default}'})"
+            command.add_argument(option, type=read, required=required, default=default, help=said)

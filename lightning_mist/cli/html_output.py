@@ -121,11 +121,11 @@ def _words(given: Iterable[tuple[str, Any]]) -> Iterable[str]:
     for name, value in given:
         if is_dataclass(value) and not isinstance(value, type):
             for field in fields(value):
-                current = _plain(getattr(value, field.name))
+                current = getattr(value, field.name)
                 if current != field.default:
                     yield from _option(field.name, current, is_switch=field.default is False)
         elif _is_said(value):
-            yield from _option(name, _plain(value), is_switch=value is True)
+            yield from _option(name, value, is_switch=value is True)
 
 
 def _option(name: str, value: Any, *, is_switch: bool) -> Iterable[str]:
@@ -133,11 +133,6 @@ def _option(name: str, value: Any, *, is_switch: bool) -> Iterable[str]:
     yield f"--{name.replace('_', '-')}"
     if not is_switch:
         yield _text(value)
-
-
-def _plain(value: Any) -> Any:
-    """A value as options have it by default: parsers make lists of what is said."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str:

@@ -210,7 +210,7 @@ class SearchSpace:
                 raise ValueError(f"{name}={values}: give at least one fraction in [0, 1], for example (0.0, 0.5, 1.0)")
 
 
-def _limit_of(hint: Any) -> tuple[Any, bool, bool]:
+def kind_of_limit(hint: Any) -> tuple[Any, bool, bool]:
     """Of a limit's type: what it is or each of several, whether there are several, and whether it may be ``None``."""
     is_optional = type(None) in get_args(hint)
     whole = get_args(hint)[0] if is_optional else hint
@@ -218,4 +218,4 @@ def _limit_of(hint: Any) -> tuple[Any, bool, bool]:
     return get_args(whole)[0] if is_several else whole, is_several, is_optional
 
 
-_LIMITS = {name: _limit_of(hint) for name, hint in get_type_hints(SearchSpace).items()}
+_LIMITS = {name: kind_of_limit(hint) for name, hint in get_type_hints(SearchSpace).items()}
