@@ -5,7 +5,6 @@ All of it happens on rank 0, between steps; the other ranks need to know nothing
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,43 +182,6 @@ _PASSES: dict[Term, tuple[str, ...]] = {
 """Terms of passes, by what corrects them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Prediction:
-    plan: Plan
-    corrections: Sequence[Correction]
-    has_overheads: bool
-
-    def raw(self, index: int, name: str, term: Term) -> float:
-        """An uncorrected term of a stage."""
-        assert self.plan.predicted is not None
-        terms = dict(self.plan.predicted.stages[index].breakdown)
-        return terms.get(f"{name}_seconds", 0.0) / factor_of(self.corrections, term)
-
-    def shared(self, index: int, *names: str) -> float:
-        """Uncorrected terms of what a stage's ranks exchange."""
-        return sum(self.raw(index, name, "communication") for name in names)
-
-    def passes(self, index: int, *, is_backward: bool) -> _Terms:
-        """Uncorrected terms of all forwards of a batch of a stage, or of all its backwards."""
-        names = _PASSES if self.has_overheads else {term: _PASSES[term] for term in _PASSES if term != "overhead"}
-        found = {term: self._batches[term][index][is_backward] for term in names}
-        return {term: seconds for term, seconds in found.items() if seconds}
-
-    @cached_property
-    def _batches(self) -> dict[Term, list[tuple[float, float]]]:
-        """By what corrects it, seconds of the forwards and of the backwards of every stage."""
-        indices = range(self.plan.num_stages)
-        found = {}
-        for term, names in _PASSES.items():
-            terms = [{f"{name}_seconds": self.raw(index, name, term) for name in names} for index in indices]
-            found[term] = batch_seconds(self.plan, plan_seconds(self.plan, terms).stages)
-        return found
-
-    def overhead(self, index: int, name: str) -> float:
-        """An uncorrected term of the runtime's own Python."""
-        return self.raw(index, name, "overhead") if self.has_overheads else 0.0
-
-
 def observe(
     plan: Plan,
     measured: Sequence[Measured | None],
@@ -241,45 +203,48 @@ def observe(
     times = [item.times for item in measured if item is not None]
     if plan.predicted is None or len(times) < plan.num_stages:
         return ()
-    prediction = _Prediction(plan=plan, corrections=corrections, has_overheads=not is_plain)
-    found = []
+    breakdowns, stages = [dict(stage.breakdown) for stage in plan.predicted.stages], range(plan.num_stages)
+
+    def uncorrected(term: Term, *names: str) -> list[dict[str, float]]:
+        """Terms of every stage."""
+        factor, keys = factor_of(corrections, term), [f"{name}_seconds" for name in names]
+        return [{key: terms.get(key, 0.0) / factor for key in keys} for terms in breakdowns]
+
+    def over_stages(term: Term, *names: str) -> float:
+        return sum(sum(terms.values()) for terms in uncorrected(term, *names))
+
+    found: list[tuple[_Terms, float]] = []
     if not is_plain:
         # The least of all: a group may also have waited where nobody saw it.
         least = min(range(plan.num_groups), key=lambda index: times[index].other_seconds)
-        terms: _Terms = {"overhead": prediction.overhead(least, "once")}
-        found.append(_observation([terms], times[least].other_seconds))
-    for expected, names in _kinds(prediction, knows_layers):
-        seconds = sum(getattr(times[index], name) for index in range(plan.num_stages) for name in names)
-        found.append(_observation(expected, seconds))
-    return tuple(item for item in found if sum(seconds for _, seconds in item.expected) > 0 and item.seconds > 0)
-
-
-def _observation(stages: Sequence[_Terms], seconds: float) -> Observation:
-    """All stages as one observation: they are on one machine, so their errors are not independent."""
-    total: _Terms = {}
-    for terms in stages:
-        for term, each in terms.items():
-            total[term] = total.get(term, 0.0) + each
-    return Observation(expected=tuple(total.items()), seconds=seconds)
-
-
-def _kinds(prediction: _Prediction, knows_layers: bool) -> list[tuple[list[_Terms], tuple[str, ...]]]:
-    """What is observed, by uncorrected terms of stages, and from which of the measured seconds."""
-    plan, stages = prediction.plan, range(prediction.plan.num_stages)
+        once = sum(uncorrected("overhead", "once")[least].values())
+        found.append(({"overhead": once}, times[least].other_seconds))
+    passes = {
+        term: batch_seconds(plan, plan_seconds(plan, uncorrected(term, *names)).stages)
+        for term, names in _PASSES.items()
+        if not (is_plain and term == "overhead")
+    }
+    forward, backward = ({term: sum(both[at] for both in of) for term, of in passes.items()} for at in (0, 1))
+    reduction = over_stages("communication", "reduce", "tied")
+    update: _Terms = {
+        "update": over_stages("update", "update"),
+        "communication": over_stages("communication", "gather"),
+    }
     has_peers = any(stage.mesh.num_peers > 1 for stage in plan.stages)
-    updates: list[_Terms] = [
-        {"update": prediction.raw(index, "update", "update"), "communication": prediction.shared(index, "gather")}
-        for index in stages
-    ]
     # Without peers reducing is scaling, which predictions count as part of the update.
-    update = updates, ("optimizer_seconds",) if has_peers else ("optimizer_seconds", "reduction_seconds")
-    if not knows_layers:
-        return [update]
-    forwards, backwards = ([prediction.passes(index, is_backward=last) for index in stages] for last in (False, True))
-    reductions: list[_Terms] = [{"communication": prediction.shared(index, "reduce", "tied")} for index in stages]
-    forward, backward = (forwards, ("forward_seconds",)), (backwards, ("backward_seconds",))
-    if not has_peers:
-        return [forward, update, backward]
-    if plan.num_microbatches > 1:
-        return [forward, (reductions, ("reduction_seconds",)), update, backward]
-    return [forward, update, (backwards + reductions, ("backward_seconds", "reduction_seconds"))]
+    kinds: list[tuple[_Terms, tuple[str, ...]]]
+    kinds = [(update, ("optimizer_seconds",) if has_peers else ("optimizer_seconds", "reduction_seconds"))]
+    if knows_layers:
+        kinds.insert(0, (forward, ("forward_seconds",)))
+        last: tuple[str, ...] = ("backward_seconds",)
+        if has_peers and plan.num_microbatches > 1:
+            kinds.insert(1, ({"communication": reduction}, ("reduction_seconds",)))
+        elif has_peers:
+            last = ("backward_seconds", "reduction_seconds")
+            backward["communication"] += reduction
+        kinds.append((backward, last))
+    for expected, names in kinds:
+        found.append((expected, sum(getattr(times[index], name) for index in stages for name in names)))
+    # All stages are one observation: they are on one machine, so their errors are not independent.
+    every = (Observation(expected=tuple(terms.items()), seconds=seconds) for terms, seconds in found)
+    return tuple(item for item in every if sum(seconds for _, seconds in item.expected) > 0 and item.seconds > 0)
