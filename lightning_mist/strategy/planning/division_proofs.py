@@ -18,7 +18,7 @@ from lightning_mist.runtime.cutting import CutRules, Result, UncuttableError, Wa
 from lightning_mist.runtime.stage import sum_of_bits
 from lightning_mist.strategy.planning.memory_budget import is_out_of_memory
 from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
-from lightning_mist.strategy.training import LogRecord, LogRecorder, as_place, recorded_logs, results_of
+from lightning_mist.strategy.training import LogRecorder, as_place, recorded_logs, results_of
 from lightning_mist.tensors import batch_rows, batch_tensors, sequence_length
 
 
@@ -27,10 +27,7 @@ class _Raw(LogRecorder):
 
     def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
         size = arguments.get("batch_size")
-        value = as_place(value)
-        self.records.append(
-            LogRecord(name=name, value=value, arguments=() if size is None else (("batch_size", size),))
-        )
+        self.add(name, as_place(value), {} if size is None else {"batch_size": size})
 
 
 def prove_here(
@@ -88,15 +85,12 @@ def _with_few_tokens(batch: Any, rows: int) -> Any:
 @contextmanager
 def _watched_metrics(module: Any) -> Iterator[list[str]]:
     """Inside, it is noted which metric objects of the module are updated; known when the context ends."""
-    metrics = {
-        name: child
-        for name, child in module.named_modules()
-        if hasattr(child, "_update_count") and hasattr(child, "_forward_cache")
-    }
-    before = {name: child._update_count for name, child in metrics.items()}
+    own = ("_update_count", "_forward_cache")
+    metrics = {name: item for name, item in module.named_modules() if all(hasattr(item, each) for each in own)}
+    before = [item._update_count for item in metrics.values()]
     updated: list[str] = []
     yield updated
-    updated += [name for name, child in metrics.items() if child._update_count != before[name]]
+    updated += [name for name, count in zip(metrics, before, strict=True) if metrics[name]._update_count != count]
 
 
 def agree(mine: CutRules | str) -> CutRules | str:

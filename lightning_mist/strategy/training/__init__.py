@@ -5,7 +5,6 @@ from lightning_mist.strategy.training.engine import Engine, module_state, start_
 from lightning_mist.strategy.training.evaluation import FINISHED, Evaluator, without_values
 from lightning_mist.strategy.training.failure_handling import EndsTogether, Preemption
 from lightning_mist.strategy.training.log_records import (
-    LogRecord,
     LogRecorder,
     MetricCall,
     MetricRecorder,
@@ -17,5 +16,5 @@ from lightning_mist.strategy.training.log_records import (
 )
 from lightning_mist.strategy.training.manual_engine import NOT_AVERAGED, ManualEngine
 from lightning_mist.strategy.training.microbatch_step import BatchResult, results_of
-from lightning_mist.strategy.training.step_guard import StepGuard
+from lightning_mist.strategy.training.step_guard import StepCall, StepGuard
 from lightning_mist.strategy.training.whole_model import attach_engine, gradients_are_about_to_go

@@ -86,23 +86,45 @@ def combine_calls(calls: Sequence[MetricCall], weights: Sequence[float], ways: M
     first = calls[0]
     if len(calls) == 1:
         return first
-    value = {
-        name: _together((*first.key, name), [call.value.get(name) for call in calls], weights, ways)
-        for name in first.value
-    }
+    given = {name: [call.value.get(name) for call in calls] for name in first.value}
+    parts = {name: list(zip(weights, values, strict=True)) for name, values in given.items()}
+    value = {name: merged((*first.key, name), each, ways, is_whole=True) for name, each in parts.items()}
     return replace(first, value=value)
 
 
-def _together(key: ResultKey, values: Sequence[Any], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> Any:
+def merged(
+    key: ResultKey, parts: Sequence[tuple[float, Any]], ways: Mapping[ResultKey, Way], *, is_whole: bool = False
+) -> Any:
+    """One value, such as one of a returned dictionary, from those of its microbatches, in the ways that are known.
+
+    Where none is, scalar tensors and floats become their mean weighted by rows, other tensors are joined along their
+    first dimension, dictionaries are merged entry by entry; of anything else the last microbatch's value is kept.
+
+    Args:
+        is_whole: Whether every part has the whole of it, and a way is to be known of all.
+
+    Raises:
+        TraceError: If none is.
+    """
+    values = [value for _, value in parts]
+    if len(values) == 1:
+        return values[0]
     if key in ways:
-        return together(key, values, weights, ways[key])
-    first = values[0]
-    if is_a(first, dict):
-        return {name: _together((*key, name), [v[name] for v in values], weights, ways) for name in first}
-    if is_a(first, (list, tuple)):
-        items = [_together((*key, at), [v[at] for v in values], weights, ways) for at in range(len(first))]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    raise TraceError(f"what the step gives {key[1]} for a whole batch does not follow from its parts. {WAY_OUT}")
+        return together(key, values, [weight for weight, _ in parts], ways[key])
+    if all(is_a(value, dict) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        found = {name: [(w, v.get(name)) for w, v in parts if is_whole or name in v] for name in names}
+        return {name: merged((*key, name), each, ways, is_whole=is_whole) for name, each in found.items()}
+    if (ways or is_whole) and all(is_a(value, (list, tuple)) and len(value) == len(values[0]) for value in values):
+        every = [[(w, v[at]) for w, v in parts] for at in range(len(values[0]))]
+        items = [merged((*key, at), each, ways, is_whole=is_whole) for at, each in enumerate(every)]
+        return type(values[0])(*items) if hasattr(values[0], "_fields") else type(values[0])(items)
+    if is_whole:
+        raise TraceError(f"what the step gives {key[1]} for a whole batch does not follow from its parts. {WAY_OUT}")
+    if all(is_a(value, float) or (is_a(value, Tensor) and value.ndim == 0) for value in values):
+        return sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
+    have_rows = all(is_a(value, Tensor) and value.ndim > 0 for value in values)
+    return torch.cat(values) if have_rows else values[-1]
 
 
 def make_calls(module: Any) -> tuple[Callable[[MetricCall], None], Callable[[Any], Any]]:
@@ -403,11 +425,17 @@ _ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRecord:
-    """One call of ``self.log``."""
+    """One call of ``self.log``; ``number`` counts those of its name in a step."""
 
     name: str
     value: Any
     arguments: tuple[tuple[str, Any], ...]
+    number: int = 0
+
+    @property
+    def key(self) -> ResultKey:
+        """What tells it from other calls of a step, alike in every run."""
+        return ("log", self.name, self.number)
 
 
 Record = LogRecord | MetricCall
@@ -443,7 +471,12 @@ class LogRecorder:
             if is_a(value, Tensor):
                 value = value.detach().clone()
         copied(original, value)
-        self.records.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
+        self.add(name, value, arguments)
+
+    def add(self, name: str, value: Any, arguments: Mapping[str, Any]) -> None:
+        """Take a call in."""
+        number = sum(isinstance(item, LogRecord) and item.name == name for item in self.records)
+        self.records.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items()), number=number))
 
     def log_dict(self, dictionary: Mapping[str, Any], *positional: Any, **arguments: Any) -> None:
         """Record several values with common arguments."""
@@ -531,15 +564,8 @@ def combine_records(
     """
     grouped: dict[ResultKey, list[tuple[float, Record]]] = {}
     for weight, records in parts:
-        seen: dict[str, int] = {}
         for record in records:
-            if isinstance(record, MetricCall):
-                key = record.key
-            else:
-                occurrence = seen.get(record.name, 0)
-                seen[record.name] = occurrence + 1
-                key = ("log", record.name, occurrence)
-            grouped.setdefault(key, []).append((weight, record))
+            grouped.setdefault(record.key, []).append((weight, record))
     combined: list[Record] = []
     for key, items in grouped.items():
         weights = [weight for weight, _ in items]

@@ -29,10 +29,9 @@ from lightning_mist.runtime.cutting import (
     cutting,
     is_close,
     leaves_of_result,
-    together,
 )
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
-from lightning_mist.strategy.training.log_records import Finish, MetricCall, Record, combine_records
+from lightning_mist.strategy.training.log_records import Finish, MetricCall, Record, combine_records, merged
 from lightning_mist.tensors import leaves, rebuild, token_places
 
 _SHARE_TOLERANCE = 1e-9
@@ -41,7 +40,6 @@ _SHARE_TOLERANCE = 1e-9
 def results_of(extras: Mapping[str, Any], records: tuple[Record, ...]) -> list[Result]:
     """The results of a step other than its loss, one by one."""
     found = [leaf for name, value in extras.items() for leaf in leaves_of_result(("extra", name), value)]
-    counts: dict[str, int] = {}
     for record in records:
         if isinstance(record, MetricCall):
             found.append(Result(key=record.key, value=None))
@@ -49,11 +47,9 @@ def results_of(extras: Mapping[str, Any], records: tuple[Record, ...]) -> list[R
                 leaf for name, value in record.value.items() for leaf in leaves_of_result((*record.key, name), value)
             ]
             continue
-        count = counts[record.name] = counts.get(record.name, -1) + 1
-        found.append(Result(key=("log", record.name, count), value=record.value))
-        size = dict(record.arguments).get("batch_size")
-        if size is not None:
-            found.append(Result(key=("log", record.name, count, "batch_size"), value=size))
+        found.append(Result(key=record.key, value=record.value))
+        if (size := dict(record.arguments).get("batch_size")) is not None:
+            found.append(Result(key=(*record.key, "batch_size"), value=size))
     return found
 
 
@@ -337,32 +333,6 @@ def home(value: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> Any
 def moved(value: Any, device: torch.device) -> Any:
     """A value that came home, with its tensors where the user's step had them."""
     return rebuild(value, lambda node: to_device(node, device) if is_a(node, Tensor) else None)
-
-
-def merged(key: ResultKey, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:
-    """One value of a returned dictionary from those of its microbatches, in the ways that are known.
-
-    Where none is, scalar tensors and floats become their mean weighted by rows, other tensors are joined along their
-    first dimension, dictionaries are merged entry by entry; of anything else the last microbatch's value is kept.
-    """
-    values = [value for _, value in parts]
-    if len(values) == 1:
-        return values[0]
-    if key in ways:
-        return together(key, values, [weight for weight, _ in parts], ways[key])
-    if all(is_a(value, dict) for value in values):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {
-            name: merged((*key, name), [(w, value[name]) for w, value in parts if name in value], ways)
-            for name in names
-        }
-    if ways and all(is_a(value, (list, tuple)) and len(value) == len(values[0]) for value in values):
-        items = [merged((*key, index), [(w, v[index]) for w, v in parts], ways) for index in range(len(values[0]))]
-        return type(values[0])(*items) if hasattr(values[0], "_fields") else type(values[0])(items)
-    if all(is_a(value, float) or (is_a(value, Tensor) and value.ndim == 0) for value in values):
-        return sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
-    have_rows = all(is_a(value, Tensor) and value.ndim > 0 for value in values)
-    return torch.cat(values) if have_rows else values[-1]
 
 
 def combine(
