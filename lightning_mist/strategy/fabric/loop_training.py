@@ -22,7 +22,7 @@ from lightning_mist.model import map_module
 from lightning_mist.plan import Exclusion
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.runtime.batch_run import is_whole
-from lightning_mist.runtime.communication import Microbatch, Work, complete
+from lightning_mist.runtime.communication import Work, complete
 from lightning_mist.runtime.parameters import works
 from lightning_mist.runtime.process_state import get_random_state
 from lightning_mist.strategy.fabric.users_loop import (
@@ -42,7 +42,7 @@ from lightning_mist.strategy.fabric.users_loop import (
 from lightning_mist.strategy.plan_installation import HoldsPlan
 from lightning_mist.strategy.planning import PlannedStep, optimizer_reason, tried, write_plan
 from lightning_mist.strategy.ranks import everywhere, of_all_ranks
-from lightning_mist.strategy.training import BatchResult, Engine, attach_engine
+from lightning_mist.strategy.training import BatchResult, Engine, StepCall, attach_engine
 from lightning_mist.tensors import gradients_aside, leaves, rebuild
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
@@ -94,7 +94,9 @@ class LoopEngine(Engine):
         complete(self.buffers.before_forward())
         complete(self.exchange.run(batch, get_random_state(self.device)))
         pause = _Pause()
-        self._held = self._halves(step, pause)
+        call = StepCall(self._guarded)
+        call.begin(step)
+        self._held = self._halves(call, pause)
         with self._gradients_aside():
             self._advance(pause)
         self.buffers.after_forward()
@@ -118,15 +120,9 @@ class LoopEngine(Engine):
             held.close()
             self.exchange.forget()
 
-    def _halves(self, step: Callable[[Any], Any], pause: Work) -> Iterator[Work]:
-        guard = self.guard
-
-        def run(microbatch: Microbatch) -> Any:
-            with nullcontext() if guard is None else guard.run(microbatch):
-                return step(microbatch.value)
-
-        with nullcontext() if guard is None else guard.batch():
-            yield from self.executor.run(self.exchange.microbatches, run, pause=pause)
+    def _halves(self, call: StepCall, pause: Work) -> Iterator[Work]:
+        with nullcontext() if self.guard is None else self.guard.batch():
+            yield from self.executor.run(self.exchange.microbatches, call.run_part, pause=pause)
 
     def _advance(self, end: Work | None) -> None:
         """Go on with the batch until something is to be waited for elsewhere, or to its end."""

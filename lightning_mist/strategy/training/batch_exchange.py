@@ -10,7 +10,6 @@ those that feed the replica give their batches to all others of it, one after an
 import hashlib
 import io
 import pickle
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -37,8 +36,8 @@ from lightning_mist.runtime.communication import Microbatch, Transport, Work, to
 from lightning_mist.tensors import batch_rows, batch_tensors, is_dense, slice_rows
 from lightning_mist.tensors import leaves as leaves_of
 
-_NUMBERS = struct.Struct("<QQ?")
-"""Seed, note, and whether the structure is new."""
+_NUMBERS = 3 * 8
+"""Bytes of what a rank says with every batch: a seed, a note, and whether the structure is another than before."""
 
 _SEED_BITS = 62
 """Bits of a drawn seed: what ``torch.randint`` gives without touching the sign."""
@@ -55,29 +54,6 @@ class _Leaf:
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Notice:
-    """What a rank says with every batch, before anything else of it: of one length, whatever the batch.
-
-    Whether its batch has another structure than the one before, and the state of its generators, empty where it does
-    not travel.
-    """
-
-    seed: int
-    note: int
-    is_new: bool
-    random_state: Tensor
-
-    def packed(self) -> Tensor:
-        numbers = bytearray(_NUMBERS.pack(self.seed, self.note, self.is_new))
-        return torch.cat([torch.frombuffer(numbers, dtype=torch.uint8), self.random_state])
-
-    @classmethod
-    def unpacked(cls, buffer: Tensor) -> "_Notice":
-        seed, note, is_new = _NUMBERS.unpack(bytes(buffer[: _NUMBERS.size].tolist()))
-        return cls(seed=seed, note=note, is_new=is_new, random_state=buffer[_NUMBERS.size :].clone())
 
 
 class _Pickler(pickle.Pickler):
@@ -268,18 +244,16 @@ class BatchExchange:
             for x in tensors
         )
         structure = pickle.dumps((skeleton, leaves))
-        notice = _Notice(
-            seed=seed,
-            note=note,
-            is_new=self.rank in self.owners and structure != self._structures.get(self.rank),
-            random_state=random_state if self.whole else torch.empty(0, dtype=torch.uint8),
-        )
-        said = self.transport.all_gather(notice.packed(), self.group)
+        is_new = self.rank in self.owners and structure != self._structures.get(self.rank)
+        # Of one length, whatever the batch: also the state of its generators, where that travels.
+        numbers = torch.tensor([seed, note, is_new]).view(torch.uint8)
+        said = self.transport.all_gather(torch.cat([numbers, random_state]) if self.whole else numbers, self.group)
         yield said
-        notices = dict(zip(self.group, map(_Notice.unpacked, said.result()), strict=True))
-        self.notes = tuple(item.note for item in notices.values())
-        if any(item.is_new for item in notices.values()):
-            told = self.transport.all_gather_object(structure if notice.is_new else None, self.group)
+        rows = dict(zip(self.group, said.result(), strict=True))
+        notices = {rank: row[:_NUMBERS].clone().view(torch.int64).tolist() for rank, row in rows.items()}
+        self.notes = tuple(noted for _, noted, _ in notices.values())
+        if any(is_other for *_, is_other in notices.values()):
+            told = self.transport.all_gather_object(structure if is_new else None, self.group)
             yield told
             found = zip(self.group, told.result(), strict=True)
             self._structures |= {owner: text for owner, text in found if text is not None}
@@ -298,7 +272,7 @@ class BatchExchange:
             if owner != self.rank:
                 parts = [iter(part) for part in values[owner]]
                 value = _Unpickler(skeleton, [next(parts[leaf.is_on_host]) for leaf in leaves]).load()
-            received[owner] = (value, notices[owner].random_state, notices[owner].seed)
+            received[owner] = (value, rows[owner][_NUMBERS:].clone(), notices[owner][0])
 
     def _gather(
         self,

@@ -7,7 +7,6 @@ nothing in its place.
 """
 
 import hashlib
-import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -31,9 +30,6 @@ from lightning_mist.tensors import leaves, rebuild
 
 FINISHED = 1 << 31
 """The place of a rank that has evaluated all of its loaders."""
-
-_NOTICE = struct.Struct("<QQQ?")
-"""Place, what ranks that share batches must agree on, the same of buffers, and whether there is a batch."""
 
 _SMALL = 1 << 12
 """Entries of a buffer that is read anew before every batch: what is written through its ``data`` leaves no mark."""
@@ -63,7 +59,8 @@ class Evaluator:
         self._engine, self._transport, self._guard = engine, engine.transport, guard
         self._world = tuple(range(engine.plan.world_size))
         self._passes: dict[int, ForwardPass] = {}
-        self._notes: dict[int, int] = {}
+        # What ranks that share batches must agree on, by rank, and the same of their buffers.
+        self._notes: list[int] = []
         self._of_buffers: list[int] = []
         self._digests: dict[str, tuple[Hashable, str | None]] = {}
 
@@ -82,13 +79,10 @@ class Evaluator:
     def meet(self, place: int, *, has_batch: bool) -> list[tuple[int, bool]]:
         """Say how far this rank has come and whether it has a batch; what all say. Called on all at once."""
         note = 0 if self._guard is None else self._guard.note()
-        notice = bytearray(_NOTICE.pack(place, note, self._note_of_buffers(), has_batch))
-        said = self._transport.all_gather(torch.frombuffer(notice, dtype=torch.uint8), self._world)
+        said = self._transport.all_gather(torch.tensor([place, note, self._note_of_buffers(), has_batch]), self._world)
         said.wait()
-        found = [_NOTICE.unpack(bytes(row.tolist())) for row in said.result()]
-        self._notes = {rank: note for rank, (_, note, _, _) in enumerate(found)}
-        self._of_buffers = [note for _, _, note, _ in found]
-        return [(there, has) for there, _, _, has in found]
+        places, self._notes, self._of_buffers, having = said.result().T.tolist()
+        return list(zip(places, map(bool, having), strict=True))
 
     def differing_buffer(self) -> str | None:
         """The first buffer that is another on ranks that share batches, by what they said when they met; on all."""
@@ -113,7 +107,7 @@ class Evaluator:
             if known is None or known[0] != state or buffer.numel() <= _SMALL:
                 self._digests[name] = state, digest_of([buffer])
         every = repr([(name, digest) for name, (_, digest) in self._digests.items()]).encode()
-        return int.from_bytes(hashlib.blake2b(every, digest_size=8).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(every, digest_size=7).digest(), "little")
 
     @works
     def everybodys(self, value: Any) -> list[Any]:

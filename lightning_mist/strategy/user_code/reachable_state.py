@@ -120,7 +120,8 @@ def _key(space: NameSpace, name: str) -> str:
 
 
 def _digest(value: Hashable) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big")
+    """A number that tells one value from another, which fits a tensor of whole numbers."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
 
 
 def _token(value: Any, depth: int) -> Hashable:
