@@ -195,13 +195,3 @@ class _StaysHollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         one = args[0].as_strided((), ())
         return func(one, **{**(kwargs or {}), "memory_format": None}).expand(args[0].shape)
-
-
-def refuse_plain(reason: str | None) -> None:
-    """Refuse master weights where only torch's own data parallelism could train, for a reason."""
-    if reason is None:
-        return
-    raise PlanError(
-        f"master_weights=True: {reason}, so only torch's DistributedDataParallel could train this, which keeps no "
-        f"masters; change that, or use precision='bf16-mixed' without master_weights"
-    )

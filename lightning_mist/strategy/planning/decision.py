@@ -92,15 +92,22 @@ class PlanRequest:
         return self.search.data_parallel_size
 
     def refuse_plain(self, reason: str | None) -> None:
-        """Refuse to train plainly where ranks share loaders.
+        """Refuse to train plainly where ranks share loaders, or keep masters.
 
         Raises:
             PlanError: If there is a reason for plain data parallelism.
         """
-        if reason is not None and self.loaders is not None:
+        if reason is None:
+            return
+        if self.loaders is not None:
             raise PlanError(
                 f"data_parallel_size = {self.loaders}: only plain data parallelism could train here ({reason}), under "
                 "which every process loads its own batch; leave data_parallel_size out"
+            )
+        if self.master_weights:
+            raise PlanError(
+                f"master_weights=True: {reason}, so only torch's DistributedDataParallel could train this, which keeps "
+                "no masters; change that, or use precision='bf16-mixed' without master_weights"
             )
 
     @property

@@ -32,7 +32,6 @@ from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
-from lightning_mist.strategy.empty_parameters import refuse_plain
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest, given_plan
 from lightning_mist.strategy.planning.division_proofs import degrees_of, most_parts, other_masks
@@ -82,7 +81,6 @@ def decide(
     if is_auto and initial is None:
         reason = at_once or (plain if request.memory_limit is None else None)
     request.refuse_plain(reason or plain)
-    refuse_plain((reason or plain) if request.master_weights else None)
     if reason is None:
         try:
             # Trials look at operators, and nothing must be compiled for them.
