@@ -32,7 +32,6 @@ from lightning_mist.hardware import (
     save_corrections,
     save_profile,
 )
-from lightning_mist.plan import Fingerprint
 from lightning_mist.strategy.planning.decision import cached_plan, remembered_limit, write_plan
 from lightning_mist.strategy.planning.local_machine import rates_to_measure
 from tests.specs import spec
@@ -160,7 +159,7 @@ def _corrections(folder: Path, machine: Cluster, profile: HardwareProfile) -> tu
 
 
 def _read_plan(folder: Path) -> None:
-    plan, reason = cached_plan(folder / "plans" / "0.json", Fingerprint(world_size=RANKS, num_layers=LAYERS))
+    plan, reason = cached_plan(folder / "plans" / "0.json", (("world_size", str(RANKS)), ("num_layers", str(LAYERS))))
     if plan is None:
         _left_aside(reason)
 

@@ -315,7 +315,7 @@ def _search_data(result: "TuneResult") -> dict[str, Any]:
 
 def _made_for(spec: "ModelSpec", plan: Plan) -> tuple[tuple[str, str], ...]:
     versions = [(name, importlib.metadata.version(name)) for name in ("lightning-mist", "torch")]
-    made_for = fingerprint_of(
+    return fingerprint_of(
         spec.module_map,
         world_size=plan.world_size,
         batch_rows=plan.global_batch_size // plan.num_loaders,
@@ -323,4 +323,3 @@ def _made_for(spec: "ModelSpec", plan: Plan) -> tuple[tuple[str, str], ...]:
         master_weights=spec.master_weights,
         versions=versions,
     )
-    return made_for.pairs()

@@ -1,7 +1,6 @@
 """What a plan was made for, and whether it fits what is there now."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from hashlib import sha256
 from itertools import groupby
 from math import prod
@@ -13,51 +12,10 @@ from lightning_mist.plan.rows import parts_of, proved_features
 
 _VERSION = "version."
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fingerprint:
-    """What a plan was made for. ``None`` means that nobody said.
-
-    Attributes:
-        layer_kinds: The kinds of blocks in order, kinds lettered by their parameters' names and shapes: ``"12A 12B"``.
-        parameters_hash: Digest of all parameters' names, shapes and element types, in order.
-        versions: Names and versions of software; information only.
-    """
-
-    world_size: int | None = None
-    batch_rows: int | None = None
-    num_layers: int | None = None
-    layer_kinds: str | None = None
-    num_parameters: int | None = None
-    parameters_hash: str | None = None
-    precision: str | None = None
-    versions: tuple[tuple[str, str], ...] = ()
-
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """The fingerprint as :attr:`Plan.fingerprint <lightning_mist.plan.Plan.fingerprint>` holds it."""
-        known = [(name, getattr(self, name)) for name in _NAMES]
-        values = [(name, str(value)) for name, value in known if value is not None]
-        return (*values, *((_VERSION + name, version) for name, version in self.versions))
-
-    @classmethod
-    def from_pairs(cls, pairs: Iterable[tuple[str, str]]) -> "Fingerprint":
-        """The fingerprint that a plan holds; what a later version wrote beyond it is left aside."""
-        values: dict[str, int | str] = {}
-        versions: list[tuple[str, str]] = []
-        for name, text in pairs:
-            if name.startswith(_VERSION):
-                versions.append((name.removeprefix(_VERSION), text))
-            elif name in _NUMBERS:
-                if not text.isdecimal():
-                    raise PlanError(f"fingerprint.{name} = {text!r}: digits are needed; remove the entry or correct it")
-                values[name] = int(text)
-            elif name in _NAMES:
-                values[name] = text
-        return cls(**values, versions=tuple(versions))  # type: ignore[arg-type]
-
-
-_NAMES = tuple(field.name for field in fields(Fingerprint) if field.name != "versions")
 _NUMBERS = ("world_size", "batch_rows", "num_layers", "num_parameters")
+
+Fingerprint = tuple[tuple[str, str], ...]
+"""What a plan was made for, as ``(name, value)``. What is not there nobody said."""
 
 
 def fingerprint_of(
@@ -69,18 +27,26 @@ def fingerprint_of(
     master_weights: bool = False,
     versions: Iterable[tuple[str, str]] = (),
 ) -> Fingerprint:
-    """The fingerprint of a module on a number of devices."""
+    """The fingerprint of a module on a number of devices.
+
+    ``layer_kinds`` are the kinds of blocks in order, lettered by their parameters' names and shapes: ``"12A 12B"``;
+    ``parameters_hash`` is a digest of all parameters' names, shapes and element types, in order.
+
+    Args:
+        versions: Names and versions of software; information only.
+    """
     described = [(use.name, list(use.shape), use.dtype) for use in module_map.parameters]
-    return Fingerprint(
-        world_size=world_size,
-        batch_rows=batch_rows,
-        num_layers=len(module_map.blocks),
-        layer_kinds=_layer_kinds(module_map),
-        num_parameters=sum(prod(use.shape) for use in module_map.parameters),
-        parameters_hash=sha256(repr(described).encode()).hexdigest()[:16],
-        precision=f"{precision} with master weights" if master_weights else precision,
-        versions=tuple(versions),
-    )
+    known = {
+        "world_size": world_size,
+        "batch_rows": batch_rows,
+        "num_layers": len(module_map.blocks),
+        "layer_kinds": _layer_kinds(module_map),
+        "num_parameters": sum(prod(use.shape) for use in module_map.parameters),
+        "parameters_hash": sha256(repr(described).encode()).hexdigest()[:16],
+        "precision": f"{precision} with master weights" if master_weights else precision,
+        **{_VERSION + name: version for name, version in versions},
+    }
+    return tuple((name, str(value)) for name, value in known.items() if value is not None)
 
 
 def _layer_kinds(module_map: ModuleMap) -> str:
@@ -105,19 +71,19 @@ def _letter(index: int) -> str:
 
 
 def differences(planned: Fingerprint, present: Fingerprint) -> tuple[str, ...]:
-    """Everything in which two fingerprints differ, as lines of text; what one of them leaves open is no difference."""
-    values = [(name, getattr(planned, name), getattr(present, name)) for name in _NAMES]
-    found = [
-        f"{name}: the plan was made for {before}, here it is {now}"
-        for name, before, now in values
-        if before is not None and now is not None and before != now
-    ]
-    versions = dict(present.versions)
-    found += [
-        f"{name}: the plan was made with version {before}, here it is {versions[name]}"
-        for name, before in planned.versions
-        if name in versions and versions[name] != before
-    ]
+    """Everything in which two fingerprints differ, as lines of text; what one of them leaves open is no difference.
+
+    Raises:
+        PlanError: If a plan has something else than a number where one belongs.
+    """
+    before, found = dict(planned), []
+    for name in _NUMBERS:
+        if not (text := before.get(name, "0")).isdecimal():
+            raise PlanError(f"fingerprint.{name} = {text!r}: digits are needed; remove the entry or correct it")
+    for name, now in present:
+        if before.get(name, now) != now:
+            made = "with version" if name.startswith(_VERSION) else "for"
+            found.append(f"{name.removeprefix(_VERSION)}: the plan was made {made} {before[name]}, here it is {now}")
     return tuple(found)
 
 

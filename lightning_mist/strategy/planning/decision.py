@@ -285,10 +285,11 @@ def cached_plan(path: Path, present: Fingerprint) -> tuple[Plan | None, str | No
         return None, None
     try:
         plan = load(path)
-        differing = differences(Fingerprint.from_pairs(plan.fingerprint), present)
+        differing = differences(plan.fingerprint, present)
     except (OSError, PlanError, ValueError) as error:
         return None, f"the plan kept in {path} is not used: {error}"
-    if (plan.world_size, plan.num_layers) != (present.world_size, present.num_layers):
+    here = dict(present)
+    if (str(plan.world_size), str(plan.num_layers)) != (here["world_size"], here["num_layers"]):
         differing += (f"it is for {plan.world_size} devices and {plan.num_layers} layers",)
     return (None, f"the plan kept in {path} is not used: {differing[0]}") if differing else (plan, None)
 

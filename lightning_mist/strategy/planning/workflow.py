@@ -16,7 +16,6 @@ from lightning_mist.model.initialization import InitialValues
 from lightning_mist.model.user_code import same_generators, unchanged
 from lightning_mist.plan import (
     Feature,
-    Fingerprint,
     ModuleMap,
     Plan,
     check_plan,
@@ -193,7 +192,7 @@ def _estimate(planner: FitPlanner, found: ModuleMap, plan: Plan) -> MemoryEstima
     budget = replace(planner.budget, host_asked=planner.request.host_limit)
     if planner.spec is not None:
         return estimate_of(planner.spec, planner.cluster, plan, budget.limit)
-    changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))
+    changed = differences(plan.fingerprint, planner.fingerprint(found))
     return estimate_given(
         plan,
         found,
@@ -209,7 +208,7 @@ def _plan(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult | Non
     """The given plan, or the best one, and the map with the splits that were looked at; equal on every rank."""
     plan = planner.request.plan
     if isinstance(plan, Plan):
-        for line in differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found)):
+        for line in differences(plan.fingerprint, planner.fingerprint(found)):
             planner.progress.say(line)
         found = _with_safe_cuts(planner, found, plan)
         return plan, None, planner.split(found, degrees_of(plan))
@@ -267,7 +266,7 @@ def _searched(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult |
             plan = planner.simplest(made[-1]) if planner.may_be_plain else made[-1].plan
         else:
             plan = planner.plainest()
-        return to_json(replace(plan, fingerprint=planner.fingerprint(found).pairs()))
+        return to_json(replace(plan, fingerprint=planner.fingerprint(found)))
 
     def count_and_search() -> str:
         planner.count(found, profile, seconds, update)

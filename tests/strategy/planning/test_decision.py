@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.plan import Fingerprint, ModuleMap, SearchSpace, plan_of
+from lightning_mist.plan import ModuleMap, SearchSpace, plan_of
 from lightning_mist.plan.codec import to_json
 from lightning_mist.strategy.planning.decision import (
     Decision,
@@ -102,8 +102,8 @@ def test_batches_of_tensors_without_a_plain_shape_have_keys(layout):
 
 
 def test_a_kept_plan_comes_back_and_a_broken_one_is_said(tmp_path):
-    here = Fingerprint(world_size=2, num_layers=3, precision="32-true")
-    plan, path = replace(plain_plan(2, 4, 3), fingerprint=here.pairs()), cache_path(tmp_path, "a")
+    here = (("world_size", "2"), ("num_layers", "3"), ("precision", "32-true"))
+    plan, path = replace(plain_plan(2, 4, 3), fingerprint=here), cache_path(tmp_path, "a")
     assert cached_plan(path, here) == (None, None)
     assert cache_plan(plan, path) is None
     assert cached_plan(path, here) == (plan, None)
