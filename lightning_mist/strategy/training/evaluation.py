@@ -9,7 +9,7 @@ nothing in its place.
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lightning_mist.runtime.process_state import get_random_state, set_random_st
 from lightning_mist.strategy.training.batch_exchange import BatchExchange, digest_of
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.log_records import Record, recorded_logs, replay
-from lightning_mist.strategy.training.microbatch_step import home, moved
+from lightning_mist.strategy.training.microbatch_step import Piece, moved, pieces_by_owner
 from lightning_mist.strategy.training.step_guard import StepCall, StepGuard
 from lightning_mist.tensors import leaves, rebuild
 
@@ -33,23 +33,6 @@ FINISHED = 1 << 31
 
 _SMALL = 1 << 12
 """Entries of a buffer that is read anew before every batch: what is written through its ``data`` leaves no mark."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What the step gave for a batch, on its way to the rank that loaded it; which of its tensors were on the host."""
-
-    output: Any
-    on_host: tuple[bool, ...]
-    records: tuple[Record, ...]
-
-    def output_on(self, device: torch.device) -> Any:
-        flags = iter(self.on_host)
-
-        def place(node: Any) -> Any:
-            return (node if next(flags) else to_device(node, device)) if isinstance(node, Tensor) else None
-
-        return rebuild(self.output, place)
 
 
 class Evaluator:
@@ -179,34 +162,28 @@ class Evaluator:
                 return call.run_part(part)
 
             complete(engine.executor.evaluate(forward, microbatches, run))
-        every = told(self._transport, self._told(microbatches, log.of_parts), group)
-        own, state = next((found[engine.rank] for found in every if engine.rank in found), (None, own_state))
-        set_random_state(state, engine.device)
-        if own is None:
+        executor, mine = engine.executor, dict[int, list[Piece]]()
+        # Ranks that share rows have the same results: the first of them tells.
+        if executor.mesh.is_last and executor.mesh.row_index == 0:
+            given = {part.index: executor.outputs[part.index] for part in microbatches if part.weight}
+            outputs = {index: {"output": output, "on_host": _are_on_host(output)} for index, output in given.items()}
+            mine = pieces_by_owner(microbatches, outputs, log.of_parts, executor.random_states)
+        pieces = [piece for found in told(self._transport, mine, group) for piece in found.get(engine.rank, ())]
+        set_random_state(pieces[0].random_state if pieces else own_state, engine.device)
+        if not pieces:
             return None, ()
-        logged = [replace(item, value=moved(item.value, engine.device)) for item in own.records]
-        return own.output_on(engine.device), logged
+        (own,) = pieces
+        flags = iter(own.extras["on_host"])
 
-    def _told(
-        self, microbatches: Sequence[Microbatch], records: dict[int, tuple[Record, ...]]
-    ) -> dict[int, tuple[_Told, Any]]:
-        """What this rank has to tell others of their batches: ranks that share rows have the same."""
-        executor = self._engine.executor
-        if not executor.mesh.is_last or executor.mesh.row_index != 0:
-            return {}
-        found = {}
-        for part in microbatches:
-            if part.weight == 0.0:
-                continue
-            output = executor.outputs[part.index]
-            given = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
-            result = _Told(
-                output=home(output),
-                on_host=tuple(leaf.device.type == "cpu" for leaf in given),
-                records=tuple(replace(item, value=home(item.value)) for item in records[part.index]),
-            )
-            found[part.owner] = result, executor.random_states[part.index]
-        return found
+        def place(node: Any) -> Any:
+            return (node if next(flags) else to_device(node, engine.device)) if isinstance(node, Tensor) else None
+
+        logged = [replace(item, value=moved(item.value, engine.device)) for item in own.records]
+        return rebuild(own.extras["output"], place), logged
+
+
+def _are_on_host(output: Any) -> list[bool]:
+    return [leaf.device.type == "cpu" for leaf in leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _packed(numbers: Sequence[int] | None) -> int:

@@ -260,7 +260,7 @@ class BatchResult:
 
 def pieces_by_owner(
     microbatches: Sequence[Microbatch],
-    outputs: Sequence[Any],
+    outputs: Mapping[int, Any] | Sequence[Any],
     records: Mapping[int, tuple[Record, ...]],
     random_states: Sequence[Tensor | None],
     copies: Mapping[int, Tensor] = MappingProxyType({}),
