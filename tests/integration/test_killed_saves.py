@@ -141,7 +141,7 @@ def content(path):
         states = saved["optimizer_states"]
     else:
         saved = read_directory(path, False)
-        states = [state.read() for state in saved["optimizer_states"]]
+        states = [state() for state in saved["optimizer_states"]]
     return saved["global_step"], plain([saved["state_dict"], states])
 
 

@@ -206,14 +206,13 @@ class Checkpoints(PlanInstallation):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of optimizer state in DDP's layout, or of what is in a directory."""
-        from lightning_mist.strategy.checkpoints.directory import StoredOptimizer
         from lightning_mist.strategy.checkpoints.shards import saved_parts
 
         engine, states = self._engine, []
         for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False):
             wanted = None if engine is None else partial(saved_parts, engine.owned(optimizer).cut)
             # What a directory has taken apart is so, too, in a file that was made of it.
-            states.append(put_together(state.read(wanted) if isinstance(state, StoredOptimizer) else state))
+            states.append(put_together(state(wanted) if callable(state) else state))
         if engine is None:
             super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
             return

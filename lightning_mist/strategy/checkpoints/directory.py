@@ -10,6 +10,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ class StoredDirectory:
         return dict(state)
 
     def optimizer(
-        self, index: int, wanted: Callable[[list[Any]], Mapping[str, AnyPart | None]] | None
+        self, index: int, wanted: Callable[[list[Any]], Mapping[str, AnyPart | None]] | None = None
     ) -> dict[str, Any]:
         """State of one optimizer, in host memory.
 
@@ -284,20 +285,9 @@ def _mapped(path: Path, reader: FileSystemReader, index: Metadata, key: str) -> 
 
 
 def read_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """A checkpoint as a file would have it, but for optimizer state, which stays where it is."""
+    """A checkpoint as a file would have it, but for optimizer state: what reads it, see `StoredDirectory.optimizer`."""
     directory = StoredDirectory(path, weights_only)
-    states = [StoredOptimizer(directory, index) for index in range(directory.num_optimizers)]
+    states = [partial(directory.optimizer, index) for index in range(directory.num_optimizers)]
     content = {**directory.meta(), "state_dict": directory.model(), **({"optimizer_states": states} if states else {})}
     check_content(path, content)
     return content
-
-
-class StoredOptimizer:
-    """State of an optimizer that stays in a directory until it is read."""
-
-    def __init__(self, directory: StoredDirectory, index: int) -> None:
-        self._directory, self._index = directory, index
-
-    def read(self, wanted: Callable[[list[Any]], Mapping[str, AnyPart | None]] | None = None) -> dict[str, Any]:
-        """See :meth:`StoredDirectory.optimizer`."""
-        return self._directory.optimizer(self._index, wanted)

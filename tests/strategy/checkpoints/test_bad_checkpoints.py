@@ -67,7 +67,7 @@ def load(path):
     checkpoint = strategy.load_checkpoint(path)
     strategy.load_model_state_dict(checkpoint)
     for state in checkpoint["optimizer_states"]:
-        _ = state if isinstance(state, dict) else state.read()
+        _ = state if isinstance(state, dict) else state()
     return module
 
 

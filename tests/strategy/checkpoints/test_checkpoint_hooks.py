@@ -47,7 +47,7 @@ def content(path):
     found = read_directory(path, True)
     return {
         "model": dict(found["state_dict"]),
-        "optimizers": [state.read() for state in found["optimizer_states"]],
+        "optimizers": [state() for state in found["optimizer_states"]],
         "step": found["global_step"],
     }
 
@@ -135,7 +135,7 @@ def test_state_of_a_class_is_resumed_from_directories_and_what_is_made_of_them(t
     optimizer.param_groups[0]["lr"] = 0.25
     trainer.save_checkpoint(tmp_path / "later.ckpt")
     (later,) = read_directory(tmp_path / "later.ckpt", False)["optimizer_states"]
-    assert later.read()["param_groups"][0]["lr"] == 0.25
+    assert later()["param_groups"][0]["lr"] == 0.25
     ends = []
     for plan, path in ((one_stage(), "during.ckpt"), (one_stage(), "file.ckpt"), ("auto", "end.ckpt")):
         again = make_trainer(strategy_of(tmp_path, plan), devices=1, max_epochs=3, default_root_dir=tmp_path)

@@ -103,13 +103,13 @@ def test_a_directory_has_what_a_file_has_and_another_plan_goes_on_from_it(tmp_pa
     module.load_state_dict(content["state_dict"])
     assert_same({name: p.detach() for name, p in module.named_parameters()}, values)
     (stored,) = content["optimizer_states"]
-    assert_same(stored.read(), state)
+    assert_same(stored(), state)
     dcp_to_torch_save(path, tmp_path / "one.pt")
     whole = torch.load(tmp_path / "one.pt", weights_only=True)
     assert_same(whole, {"model": content["state_dict"], "optimizer_0": state})
 
     def reread(engine):
-        engine.load_optimizer_state(stored.read(partial(saved_parts, engine.optimizer.cut)))
+        engine.load_optimizer_state(stored(partial(saved_parts, engine.optimizer.cut)))
 
     def handed(engine):
         engine.load_optimizer_state(copy.deepcopy(state))
@@ -143,12 +143,12 @@ def test_state_of_classes_is_in_a_directory_what_it_is_in_a_file(tmp_path, name)
     values, state = everything[0][1]
     write_directory(path, [shards for shards, _ in everything], META)
     (stored,) = read_directory(path, False)["optimizer_states"]
-    assert_same(stored.read(), state)
-    make(copy.deepcopy(model.module)).load_state_dict(put_together(stored.read()))
+    assert_same(stored(), state)
+    make(copy.deepcopy(model.module)).load_state_dict(put_together(stored()))
     whole = put_together(state)
 
     def reread(engine):
-        engine.load_optimizer_state(put_together(stored.read(partial(saved_parts, engine.optimizer.cut))))
+        engine.load_optimizer_state(put_together(stored(partial(saved_parts, engine.optimizer.cut))))
 
     def handed(engine):
         numbers = {key: number for number, key in enumerate(key for g in whole["param_groups"] for key in g["params"])}
@@ -202,7 +202,7 @@ def test_every_rank_of_plain_data_parallelism_writes_its_share_and_rank_0_what_o
     assert sorted(os.listdir(tmp_path / "one.ckpt")) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
     content = read_directory(tmp_path / "one.ckpt", True)
     assert_same(dict(content["state_dict"]), dict(modules[0].state_dict()))
-    state = content["optimizer_states"][0].read()
+    state = content["optimizer_states"][0]()
     assert state["param_groups"][0]["params"] == ["linear.weight", "linear.bias"]
     # By the names in place of numbers torch's own optimizers take it, too.
     optimizers[1].load_state_dict(state)
@@ -223,7 +223,7 @@ def test_a_directory_is_the_old_or_the_new_one(tmp_path):
 
     def number_of():
         found = read_directory(path, True)
-        numbers = {found["epoch"], found["optimizer_states"][0].read()["param_groups"][0]["lr"]}
+        numbers = {found["epoch"], found["optimizer_states"][0]()["param_groups"][0]["lr"]}
         (number,) = numbers | set(found["state_dict"]["weight"].unique().tolist())
         return number
 
