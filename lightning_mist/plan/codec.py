@@ -88,31 +88,24 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan; a reader sees the old file or the new one, never a part."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    write_text(Path(path), to_json(plan))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; a reader sees the old one or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(to_json(plan), encoding="utf-8")
-        partial.replace(target)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _stage_document(stage: StagePlan) -> dict[str, object]:
-    return {
-        "layers": list(stage.layers),
-        "devices": list(stage.devices),
-        "microbatch_size": stage.microbatch_size,
-        "data_parallel_degree": stage.mesh.data_parallel_degree,
-        "tensor_parallel_degree": stage.mesh.tensor_parallel_degree,
-        "context_parallel_degree": stage.mesh.context_parallel_degree,
-        "sequence_parallel": stage.mesh.sequence_parallel,
-        "zero_stage": int(stage.zero_stage),
-        **({} if stage.mesh.shard_degree is None else {"shard_degree": stage.mesh.shard_degree}),
-        "checkpointed_layers": stage.checkpointing.layers,
-        **({} if stage.checkpointing.kind == "full" else {"checkpointing": stage.checkpointing.kind}),
-        "offload": {kind: ratio for kind, ratio in asdict(stage.offload).items() if ratio is not None},
-        **({} if stage.tail_chunks == 1 else {"tail_chunks": stage.tail_chunks}),
-    }
+    kept, values = stage.checkpointing, {**asdict(stage.mesh), **asdict(stage)}
+    values |= {"checkpointed_layers": kept.layers, "checkpointing": kept.kind, "zero_stage": int(stage.zero_stage)}
+    values["offload"] = {kind: ratio for kind, ratio in values["offload"].items() if ratio is not None}
+    return {key: values[key] for key, (_, default) in _STAGE.items() if key not in _SELDOM or values[key] != default}
 
 
 def _predicted_document(predicted: Predicted | None) -> dict[str, object]:
@@ -282,7 +275,10 @@ _STAGE: dict[str, tuple[Callable[[object, str], Any], Any]] = {
     "offload": (_record(OffloadRatios), OffloadRatios()),
     "tail_chunks": (_integer, 1),
 }
-"""What reads each key of a stage, and the default of those that may be left out."""
+"""What reads each key of a stage, and the default of those that may be left out; in the order of what is written."""
+
+_SELDOM = ("shard_degree", "checkpointing", "tail_chunks")
+"""What is written of a stage only where it is not as by default."""
 
 
 def _stage(value: object, path: str) -> StagePlan:

@@ -8,10 +8,8 @@ sentence that says why, and measures again.
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import socket
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.profile.hardware_profile import HardwareProfile
+from lightning_mist.plan.codec import write_text
 
 if TYPE_CHECKING:
     import torch
@@ -108,15 +107,7 @@ def write_profile(
 def write_atomically(content: dict[str, Any], path: Path) -> None:
     """Write JSON to a file; readers see the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_profile(path: Path) -> HardwareProfile:
