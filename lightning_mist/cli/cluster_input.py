@@ -133,16 +133,11 @@ def precision_of(cluster: "AnyCluster", asked: str | None, *, master_weights: bo
     Raises:
         ValueError: If master weights are asked for in a precision that has none.
     """
-    from lightning_mist.hardware.catalog import find_device
     from lightning_mist.model import MASTERS_PRECISION
 
     if asked is None and not master_weights:
-        try:
-            has_bf16 = cluster.kind == "cuda" and all(
-                "bfloat16" in dict(find_device(part.device.name).peak_flops) for part in cluster.parts
-            )
-        except ProfileError:
-            has_bf16 = False
+        rates = _peak_rates(cluster)
+        has_bf16 = bool(rates) and all("bfloat16" in rate for rate in rates.values())
         note = " (no --precision was given)"
         return Precision(name=MASTERS_PRECISION if has_bf16 else "32-true", master_weights=has_bf16, note=note)
     name = asked or MASTERS_PRECISION
@@ -154,23 +149,24 @@ def precision_of(cluster: "AnyCluster", asked: str | None, *, master_weights: bo
     return Precision(name=name, master_weights=master_weights)
 
 
-def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
-    """What another precision would do for a machine that computes in single precision, if its data sheet says so."""
+def _peak_rates(cluster: "AnyCluster") -> dict[str, dict[str, float]]:
+    """FLOP/s by element type of a cluster's CUDA devices, by their data sheets; empty if there is none of one."""
     from lightning_mist.hardware.catalog import find_device
 
-    names = tuple(dict.fromkeys(part.device.name for part in cluster.parts))
-    if precision != "32-true" or cluster.kind != "cuda":
-        return ()
     try:
-        rates = [dict(find_device(name).peak_flops) for name in names]
+        names = [part.device.name for part in cluster.parts] if cluster.kind == "cuda" else []
+        return {name: dict(find_device(name).peak_flops) for name in names}
     except ProfileError:
+        return {}
+
+
+def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
+    """What another precision would do for a machine that computes in single precision, if its data sheet says so."""
+    rates = _peak_rates(cluster) if precision == "32-true" else {}
+    other = "bfloat16" if all("bfloat16" in rate for rate in rates.values()) else "float16"
+    if not rates or not all(other in rate for rate in rates.values()):
         return ()
-    other = "bfloat16" if all("bfloat16" in rate for rate in rates) else "float16"
-    if not all(other in rate for rate in rates):
-        return ()
-    gains = " and ".join(
-        f"{rate[other] / rate['float32']:.1f} times as fast on {name}" for name, rate in zip(names, rates, strict=True)
-    )
+    gains = " and ".join(f"{rate[other] / rate['float32']:.1f} times as fast on {name}" for name, rate in rates.items())
     asking = "bf16-mixed" if other == "bfloat16" else "16-mixed"
     return (
         f"the plan computes in single precision, Lightning's default; under --precision {asking} devices multiply "

@@ -255,18 +255,13 @@ class Progress:
     def details(self, renderable: Any) -> None:
         """Print a table or a text, if everything is to be said."""
         if self._is_verbose:
-            self.show(renderable)
+            self._print(renderable, markup=False)
 
     def conclude(self, line: str, table: Any) -> None:
         """Print a table if everything is to be said, else one line."""
-        if self._is_verbose:
-            self.show(table)
-        else:
+        self.details(table)
+        if not self._is_verbose:
             self.tell(line)
-
-    def show(self, renderable: Any) -> None:
-        """Print a table or a text."""
-        self._print(renderable, markup=False)
 
     def _print(self, renderable: Any, *, markup: bool = True) -> None:
         console = self._console if self._bar is None else self._bar.console

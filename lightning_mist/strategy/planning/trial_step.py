@@ -33,7 +33,7 @@ from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
 from lightning_mist.strategy.planning.division_proofs import degrees_of, with_ways
 from lightning_mist.strategy.ranks import any_reason, everywhere, of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, recorded_logs, standing_in
-from lightning_mist.strategy.user_code import Survey, changed
+from lightning_mist.strategy.user_code import Survey, changed, unlike
 from lightning_mist.tensors import batch_rows, is_hollow, slice_rows
 
 T = TypeVar("T")
@@ -311,7 +311,7 @@ class TriedStep:
         if self._told.asked:
             yield f"the step asks which process it runs in ({self._told.asked}); use self.global_rank", _SHARED
         yield from self._reads()
-        for name in _different(of_all_ranks(self._survey.details())):
+        for name in unlike(of_all_ranks(self._survey.details())):
             yield f"the step reads {name}, which is another on every rank", _SHARED
 
     def _reads(self) -> Reasons:
@@ -354,11 +354,6 @@ def roots_of(trainer: Any) -> Mapping[str, tuple[dict[str, Any], frozenset[str]]
     if trainer.datamodule is not None and is_users(type(trainer.datamodule)):
         roots["the data module"] = (vars(trainer.datamodule), frozenset(("datamodule",)))
     return roots
-
-
-def _different(found: list[dict[str, int]]) -> list[str]:
-    names = {name for one in found for name in one}
-    return sorted(name for name in names if any(one.get(name) != found[0].get(name) for one in found))
 
 
 # Steps that are only evaluated ------------------------------------------------------------------------------------

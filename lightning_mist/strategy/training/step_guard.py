@@ -20,7 +20,7 @@ from lightning_mist.plan import Plan, parts_of, replica_of, replica_ranks
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.training.log_records import Finish, held_by, named_metrics
-from lightning_mist.strategy.user_code import Survey, changed
+from lightning_mist.strategy.user_code import Survey, changed, unlike
 from lightning_mist.tensors import batch_signature
 
 _PATIENCE = 3
@@ -140,9 +140,7 @@ class StepGuard:
         """
         if all(note == notes[0] for note in notes):
             return
-        found = details(self._survey.details())
-        names = sorted({name for one in found for name in one})
-        name = next((n for n in names if any(one.get(n) != found[0].get(n) for one in found)), "something")
+        name = next(iter(unlike(details(self._survey.details()))), "something")
         raise self._error(f"{name}, which the step may read, is another on every rank")
 
     # Around a run ------------------------------------------------------------------------------------------------

@@ -8,4 +8,4 @@ from lightning_mist.strategy.user_code.hook_restrictions import (
     whole_in_evaluation,
     whole_in_validation,
 )
-from lightning_mist.strategy.user_code.reachable_state import Survey, changed
+from lightning_mist.strategy.user_code.reachable_state import Survey, changed, unlike

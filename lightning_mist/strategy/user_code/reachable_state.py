@@ -9,7 +9,7 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import GeneratorType
 from typing import Any
@@ -113,6 +113,12 @@ class Survey:
 def changed(before: dict[str, Hashable], after: dict[str, Hashable]) -> list[str]:
     """The names that differ between two looks."""
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def unlike(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of which ranks have different details."""
+    names = {name for one in found for name in one}
+    return sorted(name for name in names if any(one.get(name) != found[0].get(name) for one in found))
 
 
 def _key(space: NameSpace, name: str) -> str:
