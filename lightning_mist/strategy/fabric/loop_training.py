@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,7 +32,6 @@ from lightning_mist.strategy.fabric.users_loop import (
     OutputForm,
     OutsideLoss,
     PlannedModule,
-    UsersLoop,
     as_step_result,
     connected,
     form_of,
@@ -42,7 +42,7 @@ from lightning_mist.strategy.fabric.users_loop import (
 from lightning_mist.strategy.plan_installation import HoldsPlan
 from lightning_mist.strategy.planning import PlannedStep, optimizer_reason, tried, write_plan
 from lightning_mist.strategy.ranks import everywhere, of_all_ranks
-from lightning_mist.strategy.training import BatchResult, Engine, StepCall, attach_engine
+from lightning_mist.strategy.training import Engine, Piece, StepCall, attach_engine
 from lightning_mist.tensors import gradients_aside, leaves, rebuild
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
@@ -68,9 +68,7 @@ class LoopEngine(Engine):
 
     # The whole schedule in forward -------------------------------------------------------------------------------
 
-    def run_batch(
-        self, batch: Any, step: Callable[[Any], Any], loss_scale: float | Tensor
-    ) -> tuple[BatchResult, Gradients]:
+    def run_batch(self, batch: Any, step: Callable[[Any], Any], loss_scale: float | Tensor) -> tuple[Piece, Gradients]:
         """Run forward and backward of one batch; its gradients are the caller's to :meth:`hand_over`, or forget."""
         result, _ = self.train_batch(batch, step, loss_scale=loss_scale)
         made, self._stash = self._stash, None
@@ -222,7 +220,10 @@ class LoopTraining(HoldsPlan, _Base):
                 hint=": pass each loader through fabric.setup_dataloaders",
             )
             precision = str(getattr(self.precision, "precision", "32-true"))
-            loop = UsersLoop(lightning_module=module, strategy=self, precision=precision)
+            # What planning asks of a trainer, where there is none.
+            known: dict[str, Any] = {"callbacks": [], "loggers": [], "datamodule": None, "gradient_clip_val": None}
+            known |= {"lightning_module": module, "strategy": self, "precision": precision}
+            loop = SimpleNamespace(accumulate_grad_batches=1, **known)
             from lightning_mist.strategy.planning import decide
 
             decision = decide(loop, self, self._request, step, plain=self._why_plain(planned, call))

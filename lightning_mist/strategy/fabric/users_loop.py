@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -16,20 +16,6 @@ from lightning_mist.model.user_code import Code, is_installed
 from lightning_mist.plan import Exclusion
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.strategy.user_code import GRADIENTS_AWAY, gradients_read_in
-
-
-@dataclass(kw_only=True)
-class UsersLoop:
-    """Stands for a trainer where there is none, as far as planning asks for one."""
-
-    lightning_module: nn.Module
-    strategy: Any
-    precision: str
-    callbacks: list[Any] = field(default_factory=list)
-    loggers: list[Any] = field(default_factory=list)
-    datamodule: None = None
-    gradient_clip_val: None = None
-    accumulate_grad_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,6 @@ from lightning_mist.strategy.training.log_records import (
     standing_in,
 )
 from lightning_mist.strategy.training.manual_engine import NOT_AVERAGED, ManualEngine
-from lightning_mist.strategy.training.microbatch_step import BatchResult, results_of
+from lightning_mist.strategy.training.microbatch_step import Piece, results_of
 from lightning_mist.strategy.training.step_guard import StepCall, StepGuard
 from lightning_mist.strategy.training.whole_model import attach_engine, gradients_are_about_to_go

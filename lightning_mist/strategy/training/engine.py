@@ -46,7 +46,6 @@ from lightning_mist.strategy.empty_parameters import leave_on_rank_zero
 from lightning_mist.strategy.training.batch_exchange import BatchExchange, digest_of, of_loader
 from lightning_mist.strategy.training.log_records import LogRecorder, Record, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import (
-    BatchResult,
     PartSteps,
     Piece,
     combine,
@@ -127,7 +126,7 @@ class Engine:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         loss_scale: float | Tensor = 1.0,
         keeps_gradients: bool = True,
-    ) -> tuple[BatchResult, Tensor | None]:
+    ) -> tuple[Piece, Tensor | None]:
         """Run forward and backward of one batch over all ranks.
 
         Args:

@@ -239,7 +239,7 @@ class PartSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one microbatch brought, on its way to the rank that owns its rows."""
+    """What one microbatch brought, on its way to the rank that owns its rows, or all of a batch there."""
 
     index: int
     weight: float
@@ -247,15 +247,6 @@ class Piece:
     extras: dict[str, Any]
     records: tuple[Record, ...]
     random_state: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchResult:
-    """What a user's step gave for the whole batch of this rank; its loss is the mean, None if it returned none."""
-
-    loss: Tensor | None
-    extras: dict[str, Any]
-    records: tuple[Record, ...]
 
 
 def pieces_by_owner(
@@ -297,10 +288,9 @@ def pieces_by_owner(
         else:
             chunks.setdefault((microbatch.owner, microbatch.rows), []).append(piece)
     for (owner, _), pieces in chunks.items():
-        whole, weight = combine(pieces, torch.device("cpu"), ways), sum(piece.weight for piece in pieces)
-        loss = None if whole.loss is None else whole.loss / weight
-        made = replace(pieces[-1], weight=weight, loss=loss, extras=whole.extras, records=whole.records)
-        found.setdefault(owner, []).append(made)
+        whole = combine(pieces, torch.device("cpu"), ways)
+        loss = None if whole.loss is None else whole.loss / whole.weight
+        found.setdefault(owner, []).append(replace(whole, loss=loss))
     return found
 
 
@@ -337,8 +327,11 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def combine(
     pieces: Sequence[Piece], device: torch.device, ways: Mapping[ResultKey, Way] = MappingProxyType({})
-) -> BatchResult:
-    """The step's result for a whole batch from those for its parts, in the order of rows, on the step's device."""
+) -> Piece:
+    """The step's result for a whole batch from those for its parts, in the order of rows, on the step's device.
+
+    Its loss is the sum of theirs by their weights, None if the step returned none.
+    """
     records = combine_records([(piece.weight, piece.records) for piece in pieces], ways)
     extras = {
         name: merged(("extra", name), [(p.weight, p.extras[name]) for p in pieces if name in p.extras], ways)
@@ -351,4 +344,5 @@ def combine(
         loss = to_device(total, device)
     # Lightning reduces logged tensors where they are, and a GPU's process group knows tensors of its GPU only.
     records = tuple(replace(record, value=moved(record.value, device)) for record in records)
-    return BatchResult(loss=loss, extras=moved(extras, device), records=records)
+    weight = sum(piece.weight for piece in pieces)
+    return replace(pieces[-1], weight=weight, loss=loss, extras=moved(extras, device), records=records)
