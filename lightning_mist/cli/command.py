@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import re
+import shlex
 import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError
@@ -18,7 +19,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import docstring_parser
 
 from lightning_mist.cli.estimate_command import estimate
-from lightning_mist.cli.output import answers_alone
+from lightning_mist.cli.output import COMMAND, answers_alone
 from lightning_mist.cli.plan_command import plan
 from lightning_mist.cli.profile_command import profile
 from lightning_mist.cli.show_command import show
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What is alive when the process ends goes with it: looking for cycles among all that takes long.
     atexit.register(gc.freeze)
     _keep_freed_memory()
-    values = vars(_parser().parse_args(arguments))
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    values = vars(_parser().parse_args(words))
+    COMMAND.set(shlex.join(["lightning-mist", *words]))
     name = values.pop("subcommand")
     function = _COMMANDS[name]
     if arguments is None and function is plan:

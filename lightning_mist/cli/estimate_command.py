@@ -1,19 +1,19 @@
 """``lightning-mist estimate``: what a plan needs of every device's memory, before anything runs."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import open_cluster, precision_of
 from lightning_mist.cli.html_output import check_drawn
-from lightning_mist.cli.network import NetworkOptions, closed_network, describe_network
+from lightning_mist.cli.network import NetworkOptions, NetworkRequest, closed_network, describe_network
 from lightning_mist.cli.output import answer, display, say
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import OFFLOAD_KINDS, CheckpointingKind, OffloadRatios, Plan, ScheduleName, load, plan_of
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import Estimator, SweepPoint
-    from lightning_mist.estimate.allocator import AllocatorSettings
     from lightning_mist.hardware import AnyCluster
 
 
@@ -98,7 +98,7 @@ def estimate(*, network: NetworkOptions, request: EstimateRequest, degrees: Degr
         request: On what, and how to show it.
         degrees: A plan by degrees.
     """
-    from lightning_mist.estimate import combinations, limit_of, parse_sweep
+    from lightning_mist.estimate import Estimator, combinations, limit_of, parse_sweep
     from lightning_mist.estimate.allocator import parse_allocator_settings
     from lightning_mist.hardware import single
 
@@ -117,7 +117,18 @@ def estimate(*, network: NetworkOptions, request: EstimateRequest, degrees: Degr
     if given is None:
         _check_degrees(points, machine, refuse=not axes)
     settings = parse_allocator_settings(request.allocator, roomiest.device.memory_bytes)
-    open_one = _Estimators(network, machine, limit, _degrees_of(given, points), settings, closed=request.closed_form)
+    open_as = partial(Estimator, cluster=machine, limit=limit, allocator=settings)
+    wanted, known = _degrees_of(given, points), dict[int | None, Estimator]()
+
+    def open_one(seq_len: int | None, rows: int) -> Estimator:
+        """The estimator for sequences of a length, for each of which the network is traced once."""
+        if seq_len not in known:
+            precision = precision_of(machine, network.precision, master_weights=network.master_weights)
+            each = max(1, rows // machine.world_size)
+            asked = network.on(machine, precision, rows=each, seq_len=seq_len, degrees=wanted)
+            known[seq_len] = _opened(asked, open_as, closed=request.closed_form)
+        return known[seq_len]
+
     if axes:
         found = [_point(open_one, base, values) for values in combinations(axes)]
         _print_sweep(found, request.json)
@@ -129,49 +140,18 @@ def estimate(*, network: NetworkOptions, request: EstimateRequest, degrees: Degr
         _print_estimate(estimator, shown, request.json, request.picture)
 
 
-class _Estimators:
-    """Traces the network once for each length."""
-
-    def __init__(
-        self,
-        network: NetworkOptions,
-        machine: "AnyCluster",
-        limit: int,
-        degrees: tuple[int, ...],
-        allocator: "AllocatorSettings",
-        *,
-        closed: bool,
-    ) -> None:
-        self._network, self._machine, self._limit, self._degrees = network, machine, limit, degrees
-        self._allocator, self._is_closed = allocator, closed
-        self._known: dict[int | None, Estimator] = {}
-
-    def __call__(self, seq_len: int | None, rows: int) -> "Estimator":
-        """The estimator for sequences of a length."""
-        if seq_len not in self._known:
-            opened = self._open(seq_len, max(1, rows // self._machine.world_size))
-            self._known[seq_len] = replace(opened, allocator=self._allocator)
-        return self._known[seq_len]
-
-    def _open(self, seq_len: int | None, rows: int) -> "Estimator":
-        """Trace, or take the closed form where that is asked for or nothing else is possible."""
-        from lightning_mist.estimate import Estimator
-
-        asked = self._network
-        precision = precision_of(self._machine, asked.precision, master_weights=asked.master_weights)
-        request = asked.on(self._machine, precision, rows=rows, seq_len=seq_len, degrees=self._degrees)
-        if self._is_closed:
-            spec = closed_network(request)
-            return Estimator(spec, self._machine, self._limit, "closed form (asked for)")
+def _opened(request: NetworkRequest, open_as: "Callable[..., Estimator]", *, closed: bool) -> "Estimator":
+    """Trace, or take the closed form where that is asked for or nothing else is possible."""
+    if closed:
+        return open_as(closed_network(request), source="closed form (asked for)")
+    try:
+        return open_as(describe_network(request))
+    except TraceError as error:
         try:
-            spec = describe_network(request)
-            return Estimator(spec, self._machine, self._limit)
-        except TraceError as error:
-            try:
-                spec = closed_network(request)
-            except ValueError:
-                raise error from None
-            return Estimator(spec, self._machine, self._limit, f"closed form ({error})")
+            spec = closed_network(request)
+        except ValueError:
+            raise error from None
+        return open_as(spec, source=f"closed form ({error})")
 
 
 def _given(path: str | None, degrees: Mapping[str, Any], sweep: str | None) -> Plan | None:
@@ -265,7 +245,9 @@ def _offload(text: str) -> OffloadRatios:
     return OffloadRatios(**ratios)
 
 
-def _point(open_one: _Estimators, base: Mapping[str, Any], values: tuple[tuple[str, str], ...]) -> "SweepPoint":
+def _point(
+    open_one: "Callable[[int | None, int], Estimator]", base: Mapping[str, Any], values: tuple[tuple[str, str], ...]
+) -> "SweepPoint":
     """One combination of a sweep, or why there is none."""
     from lightning_mist.estimate import SweepPoint, estimate_plan
 

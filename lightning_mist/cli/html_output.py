@@ -3,9 +3,8 @@
 import importlib.metadata
 import json
 import platform
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.table import Table
 
 from lightning_mist.cli.cluster_input import devices_of, precision_notes
-from lightning_mist.cli.output import answer, display, told
+from lightning_mist.cli.output import COMMAND, answer, display, told
 from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan, split_notes, to_json
 
@@ -95,54 +94,17 @@ def inputs_of(given: Mapping[str, Any], found: Plan) -> tuple[tuple[str, str], .
     said = [
         (name.replace("_", " "), str(value))
         for name, value in given.items()
-        if _is_said(value) and value is not True and name not in _FILES
+        if not (value is None or value == "" or isinstance(value, bool) or name in _FILES)
     ]
     made_for = dict(found.fingerprint)
     parameters = [("parameters", f"{int(made_for['num_parameters']):,}")] if "num_parameters" in made_for else []
     versions = [f"lightning-mist {importlib.metadata.version('lightning-mist')}", f"Python {platform.python_version()}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "highspy")]
-    return (*said, *parameters, ("command", command_of(given)), ("versions", ", ".join(versions)))
+    return (*said, *parameters, ("command", COMMAND.get()), ("versions", ", ".join(versions)))
 
 
 _FILES = ("out", "html", "explain_seconds")
 """Options that say where results go, and how long to explain them."""
-
-
-def command_of(given: Mapping[str, Any]) -> str:
-    """The command line that says what was given.
-
-    Args:
-        given: What stood on the command line, by name; options that are data are named by their fields.
-    """
-    return shlex.join(["lightning-mist", "plan", *_words(given.items())])
-
-
-def _words(given: Iterable[tuple[str, Any]]) -> Iterable[str]:
-    for name, value in given:
-        if is_dataclass(value) and not isinstance(value, type):
-            for field in fields(value):
-                current = getattr(value, field.name)
-                if current != field.default:
-                    yield from _option(field.name, current, is_switch=field.default is False)
-        elif _is_said(value):
-            yield from _option(name, value, is_switch=value is True)
-
-
-def _option(name: str, value: Any, *, is_switch: bool) -> Iterable[str]:
-    """An option of the command line; a switch has no value."""
-    yield f"--{name.replace('_', '-')}"
-    if not is_switch:
-        yield _text(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _is_said(value: Any) -> bool:
-    return value is not None and value is not False and value != "" and not is_dataclass(value)
 
 
 # What is known of a plan that was asked for, and what it needs of memory in words.

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _OUTPUT: ContextVar[tuple[TextIO, int] | None] = ContextVar("_OUTPUT", default=None)
 """Where a command's answer goes, and how many columns there are; standard output itself is others' meanwhile."""
 
+COMMAND: ContextVar[str] = ContextVar("COMMAND", default="lightning-mist")
+"""The command line that is run."""
+
 
 @contextmanager
 def answers_alone() -> Iterator[None]:

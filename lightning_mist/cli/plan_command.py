@@ -105,7 +105,7 @@ def plan(*, network: NetworkOptions, request: PlanCommandRequest, options: Searc
     why = explanation_of(found.planner, found.result, seconds=seconds if is_explained else 0.0, **found.asked)
     written = []
     if request.html is not None:
-        given = {**asdict(network), **asdict(request), "options": options}
+        given = {**asdict(network), **asdict(request)}
         write_html(request.html, found, why=why, given=given, seconds=seconds / 2)
         written.append(f"report written to {request.html}")
     if request.out is not None:

@@ -7,7 +7,6 @@ import pytest
 from lightning_mist.cli.html_output import (
     check_drawn,
     check_target,
-    command_of,
     comparison_json,
     inputs_of,
     memory_words,
@@ -16,7 +15,7 @@ from lightning_mist.cli.html_output import (
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.explain import estimate_of
 from lightning_mist.explain.baseline_plans import ComparedPlan, compare_plans
-from lightning_mist.plan import OffloadRatios, SearchSpace, StageMesh, from_json, load
+from lightning_mist.plan import OffloadRatios, StageMesh, from_json, load
 from tests.cli.networks import refused, run
 from tests.cli.test_plan_command import plan_arguments
 from tests.explain.test_baseline_plans import plan
@@ -32,22 +31,7 @@ GIVEN = {
     "json": False,
     "compare": True,
     "html": "a b.html",
-    "options": SearchSpace(max_stages=2, zero_stages=(0, 1), checkpointing=False),
 }
-
-
-def test_the_command_can_be_given_again():
-    assert command_of(GIVEN) == (
-        "lightning-mist plan --model gpt3-1.3b --cluster 1x2xL4 --global-batch-size 16 --compare --html 'a b.html' "
-        "--max-stages 2 --zero-stages '[0,1]' --checkpointing false"
-    )
-
-
-def test_what_is_said_as_by_default_is_left_out():
-    options = SearchSpace(zero_stages=[0, 1, 2, 3], schedules=["1f1b"])
-    assert command_of({**GIVEN, "compare": False, "html": None, "options": options}) == (
-        "lightning-mist plan --model gpt3-1.3b --cluster 1x2xL4 --global-batch-size 16 --schedules '[1f1b]'"
-    )
 
 
 def test_inputs_in_words():
@@ -65,6 +49,10 @@ def test_plan_writes_a_page(tmp_path, capsys):
     text = " ".join(parsed(path.read_text(encoding="utf-8")).text)
     for words in ("tests.cli.networks:make_net on 2xL4", "Why this plan", "With less memory", "DDP", "Fits in"):
         assert words in text
+    assert (
+        f"lightning-mist plan --model tests.cli.networks:make_net --cluster 2xL4 --global-batch-size 8 --html {path}"
+        in text
+    )
     # What pictures show of units is in the plan, too.
     assert all(dict(stage.units)["bytes.forward"] for stage in load(tmp_path / "plan.json").predicted.stages)
     for words in ("1 node of L4", "stage 0", "working set that stays between units", "tail"):
