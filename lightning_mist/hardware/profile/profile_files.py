@@ -75,7 +75,7 @@ def load_profile(
     if not path.exists():
         return None, None
     try:
-        profile, key = _read(path)
+        profile, key = read_profile(path)
     except ProfileError as error:
         return None, f"{error}; it is ignored"
     present = profile_key(cluster)
@@ -110,16 +110,12 @@ def write_atomically(content: dict[str, Any], path: Path) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def read_profile(path: Path) -> HardwareProfile:
-    """Read a profile from a file.
+def read_profile(path: Path) -> tuple[HardwareProfile, dict[str, str]]:
+    """Read a profile from a file, and what it depends on, if it is of the cache.
 
     Raises:
         ProfileError: If it cannot be read or is not a profile of this schema.
     """
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[HardwareProfile, dict[str, str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # the last for text nested beyond any profile
@@ -211,7 +207,7 @@ def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
     Raises:
         ProfileError: If the file cannot be read, is not a profile, or does not say what the devices are.
     """
-    profile = read_profile(path)
+    profile, _ = read_profile(path)
     try:
         cluster: Cluster = decode(Cluster, json.loads(path.read_text(encoding="utf-8"))["cluster"])
         if cluster.device.memory_bytes < 1 or cluster.device.kind not in ("cpu", "cuda"):

@@ -80,7 +80,7 @@ class MistFabricBase(ActingRank, LoopTraining):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **kwargs,
         )
-        self._backward_sync_control: Any = _SyncControl(self)
+        self._backward_sync_control: Any = self  # which Fabric asks for ``no_backward_sync``
         self._returns_loss = returns_loss
         self._modules: list[PlannedModule] = []
         self.optimizers: list[Any] = []
@@ -157,6 +157,17 @@ class MistFabricBase(ActingRank, LoopTraining):
         self.precision.unscale_gradients(optimizer)
         self._engine.clip_by_value(optimizer, float(clip_val))
 
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """Inside, gradients are only added up: forwards are of batches whose gradients ranks do not average yet."""
+        if enabled and not isinstance(module, PlannedModule):
+            raise TypeError(
+                f"no_backward_sync of a {type(module).__name__}: it takes a module that was set up by fabric.setup or "
+                "fabric.setup_module"
+            )
+        with replaced(self, averages=False) if enabled else nullcontext():
+            yield
+
     # Saving and loading, as DDP does whatever the plan; on every rank at once --------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -215,21 +226,3 @@ class MistFabricBase(ActingRank, LoopTraining):
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled, before anything is set up."""
         return {**vars(self), "_decision": None, "_engine": None}
-
-
-class _SyncControl:
-    """Gradients that are only added up: what Fabric asks for ``no_backward_sync``."""
-
-    def __init__(self, strategy: MistFabricBase) -> None:
-        self._strategy = strategy
-
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Inside, forwards are of batches whose gradients are not averaged over ranks yet."""
-        if enabled and not isinstance(module, PlannedModule):
-            raise TypeError(
-                f"no_backward_sync of a {type(module).__name__}: it takes a module that was set up by fabric.setup or "
-                "fabric.setup_module"
-            )
-        with replaced(self._strategy, averages=False) if enabled else nullcontext():
-            yield

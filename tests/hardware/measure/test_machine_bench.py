@@ -69,7 +69,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.thorough
 def test_all_ranks_return_the_same(directory: Path) -> None:
-    first, *others = [read_profile(directory / f"{rank}.json") for rank in range(WORLD)]
+    first, *others = [read_profile(directory / f"{rank}.json")[0] for rank in range(WORLD)]
     assert all(profile == first for profile in others)
     assert first.source.startswith("measured on ")
     assert first.device == "cpu"
@@ -77,7 +77,7 @@ def test_all_ranks_return_the_same(directory: Path) -> None:
 
 @pytest.mark.thorough
 def test_every_operation_in_every_shape(directory: Path) -> None:
-    profile = read_profile(directory / "0.json")
+    profile = read_profile(directory / "0.json")[0]
     found = [(cost.operation, cost.group_size, cost.num_nodes) for cost in profile.collectives]
     pairs = [(name, 2, 1) for name in OPERATIONS]
     everyone = [(name, 3, 1) for name in OPERATIONS if name != "send_recv"]
@@ -90,7 +90,7 @@ def test_every_operation_in_every_shape(directory: Path) -> None:
 
 @pytest.mark.thorough
 def test_rates(directory: Path) -> None:
-    profile = read_profile(directory / "0.json")
+    profile = read_profile(directory / "0.json")[0]
     assert [rate.dtype for rate in profile.compute] == ["float32", "bfloat16"]
     for rate in profile.compute:
         assert list(rate.flops) == [2.0 * (64 * 2**step) ** 3 for step in range(len(rate.flops))]
