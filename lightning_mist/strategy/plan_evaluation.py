@@ -189,8 +189,7 @@ class PlanEvaluation(PlanInstallation):
 
         with self.all_take_part():
             evaluator = self._evaluator
-            said = (place, has_batch)
-            notices = of_all_ranks(said) if evaluator is None else evaluator.meet(place, has_batch=has_batch)
+            notices = of_all_ranks((place, has_batch)) if evaluator is None else evaluator.meet(place, numbers)
             places = [there for there, _ in notices]
             loader = next((there for there, has in notices if has), None)
             if loader is None:
@@ -198,7 +197,7 @@ class PlanEvaluation(PlanInstallation):
             if evaluator is None or not evaluator.knows(loader):
                 self._look(loader, batch, numbers, step)
                 if evaluator is None and self._evaluator is not None:
-                    self._evaluator.meet(place, has_batch=has_batch)
+                    self._evaluator.meet(place, numbers)
             if self._evaluator is not None and (name := self._evaluator.differing_buffer()) is not None:
                 self._make_whole(f"buffer {name} is another on every rank, and ranks run steps for one another")
             if self._evaluator is None:

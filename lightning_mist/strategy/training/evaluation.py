@@ -45,6 +45,7 @@ class Evaluator:
         # What ranks that share batches must agree on, by rank, and the same of their buffers.
         self._notes: list[int] = []
         self._of_buffers: list[int] = []
+        self._numbers: list[tuple[int, ...] | None] = []
         self._digests: dict[str, tuple[Hashable, str | None]] = {}
 
     def knows(self, loader: int) -> bool:
@@ -59,13 +60,19 @@ class Evaluator:
             self._passes[loader] = self._engine.executor.forward_pass(found)
 
     @works
-    def meet(self, place: int, *, has_batch: bool) -> list[tuple[int, bool]]:
-        """Say how far this rank has come and whether it has a batch; what all say. Called on all at once."""
-        note = 0 if self._guard is None else self._guard.note()
-        said = self._transport.all_gather(torch.tensor([place, note, self._note_of_buffers(), has_batch]), self._world)
+    def meet(self, place: int, numbers: Sequence[int] | None) -> list[tuple[int, bool]]:
+        """Say how far this rank has come, and of its batch, if it has one, what :meth:`run` is given; what all say.
+
+        Called on all at once. Numbers are the batch's own, and behind it that of its loader, or fewer.
+        """
+        note, count = 0 if self._guard is None else self._guard.note(), -1 if numbers is None else len(numbers)
+        notice = [place, note, self._note_of_buffers(), count, numbers[0] if numbers else 0]
+        said = self._transport.all_gather(torch.tensor(notice), self._world)
         said.wait()
-        places, self._notes, self._of_buffers, having = said.result().T.tolist()
-        return list(zip(places, map(bool, having), strict=True))
+        places, self._notes, self._of_buffers, counts, batches = said.result().T.tolist()
+        every = zip(places, counts, batches, strict=True)
+        self._numbers = [(batch, there)[:count] if count >= 0 else None for there, count, batch in every]
+        return [(there, count >= 0) for there, count in zip(places, counts, strict=True)]
 
     def differing_buffer(self) -> str | None:
         """The first buffer that is another on ranks that share batches, by what they said when they met; on all."""
@@ -124,7 +131,7 @@ class Evaluator:
             complete(engine.executor.evaluate(forward, (alone,), lambda part: step(part.value, *(numbers or ()))))
             output = engine.executor.outputs[0]
         else:
-            output, records = self._run_shared(forward, group, loader, batch, numbers, step)
+            output, records = self._run_shared(forward, group, batch, step)
             with context():  # Numbers become tensors of the precision's type, as where the step itself logs.
                 output = replay(engine.module, records, output)
         engine.buffers.after_forward()
@@ -136,9 +143,7 @@ class Evaluator:
         self,
         forward: ForwardPass,
         group: tuple[int, ...],
-        loader: int,
         batch: Any,
-        numbers: Sequence[int] | None,
         step: Callable[..., Any],
     ) -> tuple[Any, Sequence[Record]]:
         """What the step gave for this rank's batch, and what it logged."""
@@ -148,17 +153,16 @@ class Evaluator:
         guard.compare(notes, lambda value: told(self._transport, value, group))
         exchange = BatchExchange(forward.plan, engine.rank, self._transport, engine.device)
         own_state = get_random_state(engine.device)
-        complete(exchange.run(batch, own_state, _packed(numbers)))
-        of_owner = {rank: _unpacked(note, loader) for rank, note in zip(group, exchange.notes, strict=True)}
+        complete(exchange.run(batch, own_state))
         microbatches = [
-            part if of_owner[part.owner] is not None else replace(part, weight=0.0, batch_rows=0)
+            part if self._numbers[part.owner] is not None else replace(part, weight=0.0, batch_rows=0)
             for part in exchange.microbatches
         ]
         with recorded_logs(engine.module, with_metrics=True, has_loss=False) as log, guard.batch():
             call = StepCall(guard.run, log.around)
 
             def run(part: Microbatch) -> Any:
-                call.begin(step, of_owner[part.owner] or ())
+                call.begin(step, self._numbers[part.owner] or ())
                 return call.run_part(part)
 
             complete(engine.executor.evaluate(forward, microbatches, run))
@@ -184,17 +188,6 @@ class Evaluator:
 
 def _are_on_host(output: Any) -> list[bool]:
     return [leaf.device.type == "cpu" for leaf in leaves(output) if isinstance(leaf, Tensor)]
-
-
-def _packed(numbers: Sequence[int] | None) -> int:
-    """How many numbers a step takes behind its batch, and the batch's own, as one; 0 without a batch."""
-    if numbers is None:
-        return 0
-    return 1 + len(numbers) + (4 * numbers[0] if numbers else 0)
-
-
-def _unpacked(note: int, loader: int) -> tuple[int, ...] | None:
-    return None if note == 0 else (note // 4, loader)[: note % 4 - 1]
 
 
 @contextmanager
