@@ -310,15 +310,6 @@ def remember_limit(path: Path, limit: int) -> None:
     path.unlink(missing_ok=True)
 
 
-def cache_plan(plan: Plan, path: Path) -> str | None:
-    """Keep a plan for the next time; why it could not be kept, or None."""
-    try:
-        write_plan(plan, path)
-    except OSError as error:
-        return f"the plan is not kept for later runs: {error}"
-    return None
-
-
 def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan, and the folders that are to hold it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import torch
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, load_profile
 from lightning_mist.model import LayerSeconds, OptimizerRule, examine_optimizer
-from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, plan_of
+from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, plan_of
 from lightning_mist.plan.module_map import OFFLOADS, exclusions_of
 from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.planning.trial_step import tried
@@ -201,11 +201,6 @@ def fits_plainly(
     """Whether plain data parallelism certainly fits, if a step allocates so much at its peak."""
     held = sum(p.numel() * p.element_size() for p in parameters)
     return (STATES_WITH_MASTERS if master_weights else STATES) * held + step_bytes <= LARGEST_SHARE * limit
-
-
-def is_free(search: SearchSpace) -> bool:
-    """Whether the user leaves the choice to the planner, plain data parallelism included."""
-    return search == SearchSpace()
 
 
 _HOST = torch.device("cpu")

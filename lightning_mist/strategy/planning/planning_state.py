@@ -36,6 +36,7 @@ from lightning_mist.plan import (
     Fingerprint,
     ModuleMap,
     Plan,
+    SearchSpace,
     fingerprint_of,
     from_json,
     proved_features,
@@ -47,9 +48,9 @@ from lightning_mist.strategy.planning.decision import (
     PlanRequest,
     cache_key,
     cache_path,
-    cache_plan,
     cached_plan,
     remembered_limit,
+    write_plan,
 )
 from lightning_mist.strategy.planning.division_proofs import agree, prove_here, with_splits, written_by
 from lightning_mist.strategy.planning.local_machine import alike
@@ -58,7 +59,6 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     BUT_PLAIN,
     enough,
     fits_plainly,
-    is_free,
     most_to_save,
     optimizer_exclusions,
     optimizer_rule,
@@ -130,7 +130,7 @@ class FitPlanner:
     @property
     def may_be_plain(self) -> bool:
         """Whether plain data parallelism is trained where it is enough; else whatever is searched for is."""
-        return is_free(self.request.search) and not self.is_scarce
+        return self.request.search == SearchSpace() and not self.is_scarce
 
     def _saved(self, *, reduction: float = 0.0, update: float = 0.0) -> float | None:
         """See :func:`most_to_save`; None for a module that no device holds whole."""
@@ -456,11 +456,12 @@ class FitPlanner:
     def cache(self, found: ModuleMap, plan: Plan) -> None:
         """Keep a plan that was made here."""
         if self.strategy.is_global_zero:
-            warning = cache_plan(plan, path := self._cache_path(found))
-            if warning is None:
+            path = self._cache_path(found)
+            try:
+                write_plan(plan, path)
                 self.cached_at = path
-            else:
-                self.progress.say(warning)
+            except OSError as error:
+                self.progress.say(f"the plan is not kept for later runs: {error}")
 
     def _cache_path(self, found: ModuleMap) -> Path:
         request, trainer = self.request, self.trainer

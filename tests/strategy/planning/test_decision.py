@@ -1,6 +1,7 @@
 """Plans are found again by what they follow from, and by nothing less."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from lightning_mist.strategy.planning.decision import (
     Decision,
     cache_key,
     cache_path,
-    cache_plan,
     cached_plan,
     searched_with,
+    write_plan,
 )
 from lightning_mist.strategy.planning.plain_parallelism import plain_plan
+from lightning_mist.strategy.planning.planning_state import FitPlanner
 
 
 def test_loaders_are_the_strategys_and_not_only_what_is_searched():
@@ -105,7 +107,7 @@ def test_a_kept_plan_comes_back_and_a_broken_one_is_said(tmp_path):
     here = (("world_size", "2"), ("num_layers", "3"), ("precision", "32-true"))
     plan, path = replace(plain_plan(2, 4, 3), fingerprint=here), cache_path(tmp_path, "a")
     assert cached_plan(path, here) == (None, None)
-    assert cache_plan(plan, path) is None
+    write_plan(plan, path)
     assert cached_plan(path, here) == (plan, None)
     for text in ("{", "[" * 3000, to_json(plain_plan(4, 4, 3)), to_json(plan).replace("32-true", "16-mixed")):
         path.write_text(text)
@@ -113,4 +115,11 @@ def test_a_kept_plan_comes_back_and_a_broken_one_is_said(tmp_path):
         assert found is None
         assert "is not used" in warning
     (tmp_path / "file").write_text("")
-    assert "not kept for later runs" in cache_plan(plan, cache_path(tmp_path / "file", "a"))
+    said = []
+    planner = SimpleNamespace(
+        strategy=SimpleNamespace(is_global_zero=True),
+        progress=SimpleNamespace(say=said.append),
+        _cache_path=lambda found: cache_path(tmp_path / "file", "a"),
+    )
+    FitPlanner.cache(planner, None, plan)
+    assert "not kept for later runs" in said[0]

@@ -19,14 +19,12 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     at_once_reason,
     enough,
     fits_plainly,
-    is_free,
     most_to_save,
     optimizer_reason,
     plain_plan,
     sharing_seconds,
     steps_to_come,
 )
-from lightning_mist.tuner import SearchSpace
 
 
 def trainer(*, epochs=0, loaded=None, callbacks=(), **options):
@@ -193,8 +191,6 @@ def test_plain_plans_are_plain():
         plan = plain_plan(3, rows, 2)
         assert plan.is_plain
         assert plan.global_batch_size == 3 * (rows or 1)
-    assert is_free(SearchSpace())
-    assert not is_free(SearchSpace(zero_stages=(0,)))
 
 
 class Sharing(torch.optim.SGD):
