@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_mist.devices import read
 from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.model.fakes import convert_batch, isolated, resize_batch
-from lightning_mist.plan import ModuleMap, Plan, parts_of, row_slice
+from lightning_mist.plan import ModuleMap, Plan, row_slice
 from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, UncuttableError, Way, best_way, prove
 from lightning_mist.runtime.stage import sum_of_bits
@@ -130,11 +130,6 @@ def written_by(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> lis
     finally:
         for parameter, data, values in kept:
             parameter.data = data.copy_(values)
-
-
-def most_parts(plan: Plan) -> int:
-    """Into how many parts a plan cuts a process's batch at most."""
-    return max(parts_of(plan))
 
 
 def other_masks(plan: Plan, found: ModuleMap, rules: CutRules | None) -> str | None:

@@ -195,14 +195,6 @@ def _whole_seconds(item: LayerSeconds) -> list[float]:
     ]
 
 
-def fits_plainly(
-    parameters: Sequence[torch.nn.Parameter], step_bytes: int, limit: int, *, master_weights: bool = False
-) -> bool:
-    """Whether plain data parallelism certainly fits, if a step allocates so much at its peak."""
-    held = sum(p.numel() * p.element_size() for p in parameters)
-    return (STATES_WITH_MASTERS if master_weights else STATES) * held + step_bytes <= LARGEST_SHARE * limit
-
-
 _HOST = torch.device("cpu")
 
 BUT_PLAIN: tuple[Feature, ...] = (

@@ -57,8 +57,10 @@ from lightning_mist.strategy.planning.local_machine import alike
 from lightning_mist.strategy.planning.memory_budget import Budget, Room, everywhere_unless_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import (
     BUT_PLAIN,
+    LARGEST_SHARE,
+    STATES,
+    STATES_WITH_MASTERS,
     enough,
-    fits_plainly,
     most_to_save,
     optimizer_exclusions,
     optimizer_rule,
@@ -165,10 +167,11 @@ class FitPlanner:
 
     def _fits_plainly(self) -> bool:
         """Whether plain data parallelism certainly fits; not where the step cannot be counted so quickly."""
-        needed = self._counted()
+        held = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        states = STATES_WITH_MASTERS if self.request.master_weights else STATES
         # A step that reads values back is counted on real numbers, if it is planned for.
-        held, masters = list(self.module.parameters()), self.request.master_weights
-        return needed is not None and fits_plainly(held, needed, self.budget.limit, master_weights=masters)
+        needed = self._counted()
+        return needed is not None and states * held + needed <= LARGEST_SHARE * self.budget.limit
 
     def _counted(self) -> int | None:
         """What a step of the whole batch allocates, gradients included; ``None`` if that cannot be told quickly."""

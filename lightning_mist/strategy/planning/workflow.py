@@ -21,6 +21,7 @@ from lightning_mist.plan import (
     check_plan,
     differences,
     from_json,
+    parts_of,
     proved_features,
     render,
     split_notes,
@@ -33,7 +34,7 @@ from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest, given_plan
-from lightning_mist.strategy.planning.division_proofs import degrees_of, most_parts, other_masks
+from lightning_mist.strategy.planning.division_proofs import degrees_of, other_masks
 from lightning_mist.strategy.planning.first_batch import load_the_same
 from lightning_mist.strategy.planning.memory_budget import estimate_given, lack_for_whole, unless_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import plain_plan, uneven_hooks
@@ -301,14 +302,14 @@ def _as_proved(found: ModuleMap, proved: ModuleMap) -> ModuleMap:
 
 def _with_safe_cuts(planner: FitPlanner, found: ModuleMap, plan: Plan) -> ModuleMap:
     # Decided by the plan alone: every rank must come to the proof, whatever the size of its own batch.
-    parts = most_parts(plan)
+    parts = max(parts_of(plan))
     if parts == 1:
         return found  # nobody's batch is cut
     proved = planner.with_invariance(found, plan)
     unsafe = _unproved(proved, plan)
     at_once = replace(plan, stages=tuple(replace(stage, tail_chunks=1) for stage in plan.stages))
     for feature, reasons in unsafe.items():
-        if feature != "microbatches" or most_parts(at_once) == 1:
+        if feature != "microbatches" or max(parts_of(at_once)) == 1:
             what, way_out = ("tokens", "a divisor of microbatch_size") if feature == "tail_tokens" else ("rows", "1")
             raise PlanError(
                 f"the plan cuts {what} behind the last layer, but {'; '.join(reasons)}. Use tail_chunks = {way_out}"

@@ -18,7 +18,6 @@ from lightning_mist.plan import LiveTensor, ModuleMap, Predicted, PredictedStage
 from lightning_mist.strategy.planning.plain_parallelism import (
     at_once_reason,
     enough,
-    fits_plainly,
     most_to_save,
     optimizer_reason,
     plain_plan,
@@ -106,12 +105,6 @@ def test_steps_that_cannot_be_counted_may_be_many():
 
     assert steps_to_come(Uncounted()) == math.inf
     assert steps_to_come(SimpleNamespace(estimated_stepping_batches=12)) == 12
-
-
-def test_it_fits_only_with_room_to_spare():
-    held = parameters(1000)  # 4000 bytes, counted four times
-    assert fits_plainly(held, 4000, 40_000)
-    assert not fits_plainly(held, 4001, 40_000)
 
 
 def measured(rows, forward, layers=()):
