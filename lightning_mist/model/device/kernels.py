@@ -203,34 +203,23 @@ _FUSED_RMS_NORM = (2, 9)
 been cut and before 2.9 (October 2025)."""
 
 
-class _RMSNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
+    """A fused norm, by the name of its operators, of an input, its weight, and its bias if there may be one."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        y, rstd = fused_operators().fused_rms_norm(x, weight, dims)
-        ctx.save_for_backward(x, weight, rstd)
+    def forward(ctx: Any, name: str, dims: int, *tensors: Tensor | None) -> Tensor:
+        y, *statistics = getattr(fused_operators(), name)(*tensors, dims)
+        ctx.name, ctx.given = name, len(tensors)
+        ctx.save_for_backward(*tensors, *statistics)
         result: Tensor = y
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        mask = list(ctx.needs_input_grad[:2])
-        return (*fused_operators().fused_rms_norm_backward(grads[0], x, rstd, weight, mask), None)
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int) -> Tensor:
-        y, mean, rstd = fused_operators().fused_layer_norm(x, weight, bias, dims)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        result: Tensor = y
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        mask = list(ctx.needs_input_grad[:3])
-        return (*fused_operators().fused_layer_norm_backward(grads[0], x, mean, rstd, weight, bias, mask), None)
+        saved, mask = ctx.saved_tensors, list(ctx.needs_input_grad[2:])
+        (x, *affine), statistics = saved[: ctx.given], saved[ctx.given :]
+        made = getattr(fused_operators(), f"{ctx.name}_backward")
+        return (None, None, *made(grads[0], x, *statistics, *affine, mask))
 
 
 def _is_channels_last(x: Tensor) -> bool:
@@ -247,7 +236,7 @@ def _rms_norm(
     if target.torch_version < _FUSED_RMS_NORM or mismatch or x.is_complex() or _is_channels_last(x):
         return NotImplemented
     _check(x, shape, "RMS norm")
-    return _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
+    return _Norm.apply("fused_rms_norm", len(shape), x, weight)  # type: ignore[no-untyped-call]
 
 
 def _layer_norm(
@@ -263,7 +252,7 @@ def _layer_norm(
     if x.dtype not in _HALF:
         return NotImplemented
     _check(x, shape, "layer norm")
-    return _LayerNorm.apply(x, weight, bias, len(shape))  # type: ignore[no-untyped-call]
+    return _Norm.apply("fused_layer_norm", len(shape), x, weight, bias)  # type: ignore[no-untyped-call]
 
 
 def _check(x: Tensor, shape: list[int], what: str) -> None:
