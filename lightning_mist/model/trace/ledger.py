@@ -427,7 +427,10 @@ def _operands(
         value, weight, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"], 1
     elif func in (torch.addmm, torch.Tensor.addmm) and len(args) >= 3:
         value, weight, dim = args[1], args[2], 0
-    elif func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm) and len(args) >= 2:
+    elif (
+        func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+        and len(args) >= 2
+    ):
         value, weight, dim = args[0], args[1], 0
     else:
         return None

@@ -118,6 +118,7 @@ ONCE = (2 * ROWS * INSIDE * OUTSIDE, 4 * ROWS * (INSIDE + OUTSIDE))
         (lambda: torch.addmm(BIAS, X.view(ROWS, INSIDE), ACROSS), ACROSS),
         (lambda: X @ ACROSS, ACROSS),
         (lambda: torch.matmul(X, ACROSS), ACROSS),
+        (lambda: X.view(ROWS, INSIDE).mm(ACROSS), ACROSS),
     ],
 )
 def test_every_way_to_apply_a_matrix(function, weight):
