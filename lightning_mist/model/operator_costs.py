@@ -231,18 +231,25 @@ class LinearCall:
         return (*self.input.shape[:-1], self.rows)
 
 
+def operands_of(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any, Any, int] | None:
+    """Input, weight and bias of a product, and the dimension of the weight along which outputs lie; None of others."""
+    if func is functional.linear:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
+        return given["input"], given["weight"], given.get("bias"), 0
+    if func in _ADDMMS and len(args) >= 3:
+        return args[1], args[2], args[0], 1
+    return (args[0], args[1], None, 1) if func in _MATMULS and len(args) >= 2 else None
+
+
 def read_linear(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Mapping[int, Tensor]
 ) -> LinearCall | None:
     """A call of a torch function as a linear layer on one of the parameters by ``id``, None if it is none."""
-    if func is functional.linear:
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
-        return _matched(given["input"], given["weight"], given.get("bias"), 0, parameters)
-    if func in _ADDMMS and len(args) == 3 and not kwargs:
-        return _matched(args[1], args[2], args[0], 1, parameters)
-    if func in _MATMULS and len(args) == 2 and not kwargs:
-        return _matched(args[0], args[1], None, 1, parameters)
-    return None
+    found = operands_of(func, args, kwargs)
+    is_scaled = found is not None and func is not functional.linear and bool(kwargs)
+    return None if found is None or is_scaled else _matched(*found, parameters)
 
 
 def _matched(

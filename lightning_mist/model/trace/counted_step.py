@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_mist.collector import collector_paused
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import Origins, device_of, isolated, parameter_slots, quiet_fakes, substitute_parameters
-from lightning_mist.model.trace.ledger import Ledger, LinearCounter, PhaseCount, Storage, WeightOperands
+from lightning_mist.model.trace.ledger import Ledger, ParameterProducts, PhaseCount, Storage
 from lightning_mist.model.trace.part_hooks import InputSignature, RankView, Walk, loss_of, part_of
 from lightning_mist.plan import ModuleMap
 from lightning_mist.tensors import copy_batch
@@ -118,26 +118,26 @@ def count_step(
     """
     _set_gradients(subject, exist=gradients_exist)
     names = _parameter_names(subject.module) if attribute else {}
-    origins = Origins(_module_names(subject.module), names) if attribute else None
+    modules = {id(item): name for name, item in subject.module.named_modules()}
+    origins = Origins(modules, names) if attribute else None
     ledger = Ledger(len(subject.blocks) + 2, origins)
-    operands = _weight_operands(subject, ledger, names) if attribute else None
-    walk = _walk(subject, ledger, origins, operands, twins, recompute=recompute, selective=selective)
+    blocks = [modules.get(id(block), "") for block in subject.blocks]
+    products = ParameterProducts(ledger, subject.parameters, names, blocks)
+    walk = _walk(subject, ledger, origins, products, twins, recompute=recompute, selective=selective)
     # What refers to itself lives on: when Python collects has nothing to do with the step, and the ledger takes for
     # gone what is collected.
     with walk.step(), torch.enable_grad(), ledger, collector_paused(), ExitStack() as stack:
-        stack.enter_context(nullcontext() if operands is None else operands)
-        stack.enter_context(LinearCounter(ledger, subject.parameters))
+        stack.enter_context(products)
         if origins is not None:
             stack.enter_context(origins.watching())
             stack.enter_context(_named_gradients(subject, ledger, names))
         with subject.context():
             value = subject.call(copy_batch(batch))
         _forget(subject)
-        ran, blocks = len(walk.inputs), len(subject.blocks)
-        if ran != blocks:
+        if (ran := len(walk.inputs)) != len(blocks):
             raise TraceError(
-                f"the step called blocks {ran} times, but has {blocks} of them: each must run exactly once in every "
-                "step; blocks that are dropped at random have no fixed cost"
+                f"the step called blocks {ran} times, but has {len(blocks)} of them: each must run exactly once in "
+                "every step; blocks that are dropped at random have no fixed cost"
             )
         ledger.end_forward()
         loss = loss_of(value)
@@ -176,18 +176,11 @@ def _forget(subject: Subject) -> None:
         subject.view.context.forget()
 
 
-def _weight_operands(subject: Subject, ledger: Ledger, names: dict[int, str]) -> WeightOperands:
-    trained = {id(part_of(parameter)) for parameter in subject.parameters if parameter.requires_grad}
-    modules = _module_names(subject.module)
-    own = {key: name for key, name in names.items() if key in trained}
-    return WeightOperands(ledger, own, [modules.get(id(block), "") for block in subject.blocks])
-
-
 def _walk(
     subject: Subject,
     ledger: Ledger,
     origins: Origins | None,
-    operands: WeightOperands | None,
+    products: ParameterProducts,
     twins: Sequence[int | None],
     *,
     recompute: bool,
@@ -202,9 +195,8 @@ def _walk(
                 stack.enter_context(ledger.recomputing())
             if origins is not None and block is not None:
                 stack.enter_context(origins.inside(block))
-            if operands is not None:
-                # Modes do not reach what backward runs.
-                stack.enter_context(operands)
+            # Modes do not reach what backward runs.
+            stack.enter_context(products)
             yield
 
     view = subject.view
@@ -241,10 +233,6 @@ def _made(subject: Subject, ledger: Ledger, names: dict[int, str]) -> tuple[int,
             storage.is_gradient = True
             found[id(storage)] = storage
     return _sums(len(ledger.forward), iter(found.values()))
-
-
-def _module_names(module: nn.Module) -> dict[int, str]:
-    return {id(item): name for name, item in module.named_modules()}
 
 
 def _parameter_names(module: nn.Module) -> dict[int, str]:

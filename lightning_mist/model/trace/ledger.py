@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,7 @@ from lightning_mist.model.operator_costs import (
     kind_of,
     moved_bytes,
     narrow_type,
+    operands_of,
     storage_key,
     tensors_in,
 )
@@ -138,7 +139,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._operand: tuple[torch.Tensor, int, str] | None = None
         self._readings = 0
-        self._is_backward = self._recomputes = False
+        self.is_backward = self._recomputes = False
         self._phase = self.forward[0]
         self._begin()
 
@@ -153,7 +154,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def enter(self, part: int, backward: bool = False) -> None:
         """Begin the forward or the backward of a part."""
-        self.part, self._is_backward = part, backward
+        self.part, self.is_backward = part, backward
         self._phase = (self.backward if backward else self.forward)[part]
         self._begin()
 
@@ -247,7 +248,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         moved = moved_bytes(func, args, kwargs, inputs, outputs)
         kind = kind_of(func, args, kwargs)
-        if kind in ("attention", "causal_attention") and not self._is_backward:
+        if kind in ("attention", "causal_attention") and not self.is_backward:
             self.head_width = max(self.head_width, int(args[0].shape[-1]))
         work = kind, flops(func, args, kwargs, result), moved
         if (work[1] or func.namespace != "aten") and (narrow := narrow_type(inputs, floating=True)):
@@ -310,7 +311,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return NOWHERE if self._origins is None else self._origins.here()
 
     def _cause(self) -> Cause:
-        if not self._is_backward:
+        if not self.is_backward:
             return "forward"
         if self._recomputes:
             return "recompute"
@@ -342,24 +343,66 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # Which linear operations a step runs on parameters: what a zero-bubble schedule may split and put off.
 
 
-class LinearCounter(TorchFunctionMode):
-    """Counts linear operations whose weight is a trained parameter, in the part of the step that runs them."""
+class ParameterProducts(TorchFunctionMode):
+    """Counts products with trained parameters, in the part of the step that runs them, and notes what these keep.
 
-    def __init__(self, ledger: Ledger, parameters: Iterable[torch.nn.Parameter]) -> None:
+    Gradients of weights are made of inputs of the products and gradients of their outputs. A zero-bubble schedule keeps
+    both until it makes the gradients: of what autocast casts the copy. Which products it takes apart is the runtime's
+    rule: those of an ordinary tensor with a parameter that is a matrix, of tensor-parallel ranks those of their parts.
+
+    Args:
+        names: What parameters are called, by ``id``; without names nothing is noted.
+        blocks: What the parts between the first and the last are called, within which their parameters' names count.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        parameters: Iterable[torch.nn.Parameter],
+        names: Mapping[int, str] = MappingProxyType({}),
+        blocks: Sequence[str] = (),
+    ) -> None:
         super().__init__()
-        self._ledger = ledger
+        self._ledger, self._names, self._blocks = ledger, names, blocks
         self._trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
         self._kept: dict[tuple[int, int], weakref.ref[Any]] = {}
+        self._is_inside = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        operands = _operands(func, args, kwargs)
-        if operands is not None and id(part_of(operands[1])) in self._trained and isinstance(result, torch.Tensor):
-            self._count(*operands, result.dtype)
+        value, weight, _, output_dim = operands_of(func, args, kwargs) or (None, None, None, 0)
+        if not isinstance(value, torch.Tensor) or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            return func(*args, **kwargs)
+        if not (self._names and torch.is_grad_enabled()):
+            result = func(*args, **kwargs)
+        elif any(isinstance(item, SplitTensor) for item in (*args, *kwargs.values())):
+            # A mode is off while it answers; the products of tensor-parallel parts are to be seen here too.
+            with self, replaced(self, _is_inside=True):
+                result = SplitTensor.__torch_function__(func, types, args, kwargs)
+        else:
+            result = self._noted(value, id(weight), lambda: func(*args, **kwargs))
+        is_seen = self._is_inside or self._ledger.is_backward
+        if not is_seen and id(part_of(weight)) in self._trained and isinstance(result, torch.Tensor):
+            self._count(value, weight, 1 - output_dim, result.dtype)
         return result
+
+    def _noted(self, value: torch.Tensor, weight: int, product: Callable[[], Any]) -> Any:
+        name = self._names.get(weight) if weight in self._trained else None
+        if name is None:
+            return product()
+        part = self._ledger.part
+        within = name.removeprefix(f"{self._blocks[part - 1]}.") if 0 < part <= len(self._blocks) else name
+        with self._ledger.multiplying(value, part, within):
+            result = product()
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.register_hook(partial(self._arrived, part, within))  # type: ignore[no-untyped-call]
+        return result
+
+    def _arrived(self, part: int, name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._ledger.note_weight(gradient, part, name)
 
     def _count(self, value: torch.Tensor, weight: torch.Tensor, input_dim: int, dtype: torch.dtype) -> None:
         """Of a split weight what this rank computes with its part, in the type of the result."""
@@ -380,59 +423,3 @@ class LinearCounter(TorchFunctionMode):
         # What is gone may leave its address to another.
         self._kept[key] = weakref.ref(storage, lambda _: self._kept.pop(key, None))
         return True
-
-
-class WeightOperands(TorchFunctionMode):
-    """Notes of what the gradients of weights are made: inputs of products with them, and gradients of these products.
-
-    A zero-bubble schedule keeps both until it makes the gradients: of what autocast casts the copy. Which products it
-    takes apart is the runtime's rule: those of an ordinary tensor with a parameter that is a matrix, of tensor-parallel
-    ranks those of their parts.
-    """
-
-    def __init__(self, ledger: Ledger, names: Mapping[int, str], blocks: Sequence[str]) -> None:
-        super().__init__()
-        self._ledger, self._names, self._blocks = ledger, names, blocks
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        operands = _operands(func, args, kwargs) if torch.is_grad_enabled() else None
-        if operands is not None and any(isinstance(item, SplitTensor) for item in (*args, *kwargs.values())):
-            # A mode is off while it answers; the products of tensor-parallel parts are to be seen here too.
-            with self:
-                return SplitTensor.__torch_function__(func, types, args, kwargs)
-        name = None if operands is None else self._names.get(id(operands[1]))
-        if operands is None or name is None:
-            return func(*args, **kwargs)
-        part = self._ledger.part
-        within = name.removeprefix(f"{self._blocks[part - 1]}.") if 0 < part <= len(self._blocks) else name
-        with self._ledger.multiplying(operands[0], part, within):
-            result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.register_hook(partial(self._arrived, part, within))  # type: ignore[no-untyped-call]
-        return result
-
-    def _arrived(self, part: int, name: str, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            self._ledger.note_weight(gradient, part, name)
-
-
-def _operands(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-    """Input and weight of a linear operation, and the dimension of the weight that meets the input."""
-    if func is F.linear:
-        value, weight, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"], 1
-    elif func in (torch.addmm, torch.Tensor.addmm) and len(args) >= 3:
-        value, weight, dim = args[1], args[2], 0
-    elif (
-        func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
-        and len(args) >= 2
-    ):
-        value, weight, dim = args[0], args[1], 0
-    else:
-        return None
-    found = isinstance(value, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 2
-    return (value, weight, dim) if found else None

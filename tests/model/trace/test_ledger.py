@@ -5,7 +5,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.trace.ledger import Ledger, LinearCounter, WeightOperands
+from lightning_mist.model.trace.ledger import Ledger, ParameterProducts
 from lightning_mist.without_values import register_memory_rule
 
 
@@ -99,7 +99,7 @@ ROWS, INSIDE, OUTSIDE = 6, 5, 3
 
 def counted(function, *parameters):
     ledger = Ledger(1)
-    with ledger, LinearCounter(ledger, parameters):
+    with ledger, ParameterProducts(ledger, parameters):
         function()
     return ledger.forward[0].weight_flops, ledger.forward[0].weight_bytes
 
@@ -152,7 +152,7 @@ def test_frozen_matrices_have_no_gradient_to_put_off():
 
 def test_what_gradients_of_weights_are_made_of():
     ledger = Ledger(3)
-    operands = WeightOperands(ledger, {id(WEIGHT): "blocks.0.fc.weight"}, ["blocks.0"])
+    operands = ParameterProducts(ledger, (WEIGHT,), {id(WEIGHT): "blocks.0.fc.weight"}, ["blocks.0"])
     with ledger, operands:
         ledger.enter(1)
         value = X * 2.0
@@ -172,7 +172,8 @@ def test_what_gradients_of_weights_are_made_of():
 def noted_under_autocast(function):
     """What is noted of a step under autocast, by operator and type."""
     ledger = Ledger(3)
-    operands = WeightOperands(ledger, {id(WEIGHT): "blocks.0.fc.weight", id(ACROSS): "blocks.0.across"}, ["blocks.0"])
+    names = {id(WEIGHT): "blocks.0.fc.weight", id(ACROSS): "blocks.0.across"}
+    operands = ParameterProducts(ledger, (WEIGHT, ACROSS), names, ["blocks.0"])
     with ledger, operands, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         ledger.enter(1)
         loss = function(X * 2.0)
