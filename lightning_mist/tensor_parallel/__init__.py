@@ -10,7 +10,7 @@ from lightning_mist.tensor_parallel import (
 )
 from lightning_mist.tensor_parallel.collectives import copy_in, enter
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.group import CountingGroup, Reduction, TensorGroup
+from lightning_mist.tensor_parallel.group import CountingGroup, TensorGroup
 from lightning_mist.tensor_parallel.parts import (
     enter_sequence,
     from_local_sequence,

@@ -5,6 +5,7 @@ Lightning's true half and double precision do) is interrupted by other ranks' st
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -84,12 +85,18 @@ class _Ranks:
 
 
 class ThreadGroup:
-    """One rank's view of ranks that are threads. See :class:`lightning_mist.tensor_parallel.group.TensorGroup`."""
+    """One rank's view of ranks that are threads. See :class:`lightning_mist.tensor_parallel.group.TensorGroup`.
 
-    adds_later = False
+    Attributes:
+        resume: Is called on the rank's thread when it runs again behind a collective, for others have run meanwhile.
+        callers: For which torch functions the ranks communicated, and how often, where ``resume`` counts that.
+        largest_gather: The most numbers that the ranks put together at once.
+    """
 
     def __init__(self, ranks: _Ranks, rank: int) -> None:
         self._ranks, self.rank, self.size = ranks, rank, ranks.size
+        self.adds_later, self.largest_gather, self.callers = False, 0, Counter[str]()
+        self.resume: Callable[[], None] = lambda: None
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """The sum or maximum over the ranks, a new tensor."""
@@ -102,6 +109,7 @@ class ThreadGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, stacked along a new first dimension."""
+        self.largest_gather = max(self.largest_gather, self.size * tensor.numel())
         return self._exchange("all_gather", tensor, lambda tensors, rank: torch.stack([t.detach() for t in tensors]))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -119,7 +127,9 @@ class ThreadGroup:
                 "runs all backwards of another device in one thread. Move module and batch to the CPU"
             )
         kind = (name, tuple(tensor.shape), tensor.dtype)
-        return self._ranks.exchange(self.rank, kind, tensor, combine)
+        result = self._ranks.exchange(self.rank, kind, tensor, combine)
+        self.resume()
+        return result
 
 
 def run_ranks(size: int, function: Callable[[ThreadGroup], Result]) -> list[Result]:

@@ -4,7 +4,6 @@ The block runs whole, and once more by as many ranks (threads of this process) a
 its inputs and of every parameter must be equal up to rounding.
 """
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,10 +32,9 @@ from lightning_mist.model.split.factored import MOST_BYTES, Factored, FactoredRo
 from lightning_mist.model.user_code import unchanged
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import (
-    Reduction,
     SplitContext,
     SplitTensor,
-    TensorGroup,
+    ThreadGroup,
     enter,
     enter_sequence,
     functions_of_wholes,
@@ -183,43 +181,6 @@ Run: TypeAlias = Callable[[Mapping[str, Tensor], SplitContext | None, Any], tupl
 entered with their input in parts along the sequence, if they are; the last is the coarsest type that took part."""
 
 
-class SlotKeeper:
-    """A group whose rank finds its own tensors in the module's slots again after every wait for others.
-
-    The ranks of :func:`run_ranks` share one module, and take turns only when they communicate.
-
-    Attributes:
-        callers: For which torch functions the ranks communicated, and how often.
-    """
-
-    def __init__(self, group: TensorGroup, install: Callable[[], None], *, adds_later: bool = False) -> None:
-        self.rank, self.size, self.adds_later = group.rank, group.size, adds_later
-        self._group, self._install = group, install
-        self.largest_gather = 0
-        self.callers: Counter[str] = Counter()
-        self.context: SplitContext | None = None
-
-    def _exchange(self, operation: Callable[..., Tensor], *args: Any) -> Tensor:
-        if self.context is not None and self.context.function is not None:
-            self.callers[name_of(self.context.function)] += 1
-        result = operation(*args)
-        self._install()
-        return result
-
-    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """The sum or maximum over ranks."""
-        return self._exchange(self._group.all_reduce, tensor, reduction)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, stacked."""
-        self.largest_gather = max(self.largest_gather, self.size * tensor.numel())
-        return self._exchange(self._group.all_gather, tensor)
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of this rank's entry."""
-        return self._exchange(self._group.reduce_scatter, tensor)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOutcome:
     """What a check found.
@@ -289,16 +250,14 @@ def checked(values: Values, room: Callable[[], AbstractContextManager[None]], ru
     reference = Reference.of(expected, coarsest)
 
     def check(splits: Sequence[ParameterSplit], degree: int, sequence: Any, adds_later: bool = False) -> CheckOutcome:
-        def of_rank(group: TensorGroup) -> tuple[CheckedRun, CheckOutcome]:
+        def of_rank(group: ThreadGroup) -> tuple[CheckedRun, CheckOutcome]:
             tensors, shown, context = share_out(
                 values, splits, group, sequence_parallel=bool(sequence), adds_later=adds_later
             )
             install(values, shown)
             result, leaves, _ = run(tensors, context, sequence)
-            assert isinstance(context.group, SlotKeeper)
             gathered = tuple(sorted(context.gathered.items()))
-            most = context.group.largest_gather
-            return result, CheckOutcome(gathered=gathered, sequence_leaves=leaves, largest_gather=most)
+            return result, CheckOutcome(gathered=gathered, sequence_leaves=leaves, largest_gather=group.largest_gather)
 
         with room():
             try:
@@ -368,15 +327,24 @@ def _splits_of_leaves(values: Values, splits: Sequence[ParameterSplit]) -> tuple
 def share_out(
     values: Values,
     splits: Sequence[ParameterSplit],
-    group: TensorGroup,
+    group: ThreadGroup,
     *,
     sequence_parallel: bool,
     adds_later: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], SplitContext]:
-    """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts."""
+    """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts.
+
+    The ranks share one module: behind every wait for others a rank puts its own tensors into the slots again.
+    """
     tensors, shown = leaves_of(values, group.size)
-    keeper = SlotKeeper(group, partial(install, values, shown), adds_later=adds_later)
-    context = keeper.context = SplitContext(keeper, sequence_parallel=sequence_parallel)
+    context = SplitContext(group, sequence_parallel=sequence_parallel)
+
+    def resume() -> None:
+        if context.function is not None:
+            group.callers[name_of(context.function)] += 1
+        install(values, shown)
+
+    group.adds_later, group.resume = adds_later, resume
     of_leaves, _ = _splits_of_leaves(values, splits)
     for split, of_leaf in zip(splits, of_leaves, strict=True):
         full = tensors[of_leaf.name].detach()
@@ -465,7 +433,7 @@ ATTENTION = functional.scaled_dot_product_attention.__name__
 
 def _refuse_mixed_tokens(context: SplitContext) -> None:
     """Raise where context-parallel ranks needed each other's tokens for anything but attention."""
-    assert isinstance(context.group, SlotKeeper)
+    assert isinstance(context.group, ThreadGroup)
     if not context.adds_later:
         return
     mixing = sorted({*context.gathered, *context.group.callers} - ({ATTENTION} - context.gathered.keys()))
