@@ -6,7 +6,7 @@ properties, ``__class__``, ``__eq__``, ``__iter__``), which may fail, take long,
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -133,8 +133,9 @@ def set_on_class(cls: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(cls, name)
-        if before is not None:
+        if before is None:
+            delattr(cls, name)
+        else:
             setattr(cls, name, before)
 
 
@@ -149,6 +150,20 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+@contextmanager
+def items_replaced(items: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, dictionaries hold other values under names that they have; behind it those that they had."""
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for space, name, value in items:
+            before.append((space, name, space[name]))
+            space[name] = value
+        yield
+    finally:
+        for space, name, value in reversed(before):
+            space[name] = value
 
 
 class SharedPatch:

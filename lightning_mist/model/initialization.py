@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_mist.attributes import items_replaced, replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import parameter_slots, quiet_fakes, renew_flat_weights
 from lightning_mist.model.operator_costs import written
@@ -377,17 +378,14 @@ class Reset:
     def value(self, seed: int) -> Tensor:
         """The values, as of any :class:`Source`."""
         held = {name: p for name, p in self.owner._parameters.items() if p is not None}
-        data = {name: p.data for name, p in held.items()}
-        try:
+        with ExitStack() as stack:
             for name, p in held.items():  # perhaps a part by now, or of the type that is computed in
-                p.data = torch.empty(self.forms[name].shape, dtype=self.forms[name].dtype)
+                form = self.forms[name]
+                stack.enter_context(replaced(p, data=torch.empty(form.shape, dtype=form.dtype)))
             with torch.random.fork_rng(devices=()), torch.no_grad():
                 torch.default_generator.manual_seed(construction_seed(seed, self.name))
                 self.run()
             return held[self.attribute].data
-        finally:
-            for name, p in held.items():
-                p.data = data[name]
 
 
 def empty_out(parameter: Tensor, device: torch.device | None = None) -> None:
@@ -452,14 +450,14 @@ def _reset_buffers(owner: nn.Module, reset: Reset) -> None:
     for name, buffer in owner._buffers.items():
         if buffer is not None and buffer.is_meta:
             owner._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    parameters = {name: p for name, p in owner._parameters.items() if p is not None}
-    try:
-        for name, p in parameters.items():
-            owner._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
-        with torch.random.fork_rng(devices=()), torch.no_grad():
-            reset.run()
-    finally:
-        owner._parameters.update(parameters)
+    space = owner._parameters
+    meanwhile = [
+        (space, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False))
+        for name, p in space.items()
+        if p is not None
+    ]
+    with items_replaced(meanwhile), torch.random.fork_rng(devices=()), torch.no_grad():
+        reset.run()
 
 
 def load_hollow(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -489,19 +487,18 @@ def blocks_alike(
     forms = [(module_key(block), tuple(name for name, _ in block.named_modules())) for block in found]
     pairs = [(block, firsts.setdefault(form, block)) for block, form in zip(found, forms, strict=True)]
     replaceable = {id(parameter) for parameter in (module.parameters() if parameters is None else parameters)}
-    changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    for block, first in pairs:
-        for part, model in zip(block.modules(), first.modules(), strict=True):
-            for name, parameter in part._parameters.items():
-                if parameter is not None and id(parameter) in replaceable and block is not first:
-                    changed.append((part._parameters, name, parameter))
-                    part._parameters[name] = model._parameters[name]
-    renew_flat_weights(module)
+    shared = [
+        (part._parameters, name, model._parameters[name])
+        for block, first in pairs
+        for part, model in zip(block.modules(), first.modules(), strict=True)
+        for name, parameter in part._parameters.items()
+        if parameter is not None and id(parameter) in replaceable and block is not first
+    ]
     try:
-        yield
+        with items_replaced(shared):
+            renew_flat_weights(module)
+            yield
     finally:
-        for space, name, parameter in changed:
-            space[name] = parameter
         renew_flat_weights(module)
 
 

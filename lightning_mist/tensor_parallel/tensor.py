@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from lightning_mist.attributes import SharedPatch, is_a, replaced
+from lightning_mist.attributes import SharedPatch, is_a, replaced, set_on_class
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import leaves_of
 from lightning_mist.tensor_parallel import collectives
@@ -303,9 +303,6 @@ def functions_of_wholes() -> Iterator[None]:
             args = tuple(gathered(arg) if isinstance(arg, SplitTensor) else arg for arg in args)
         return unwrap_(args)
 
-    Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    try:
-        with replaced(torch._functorch.utils, unwrap_dead_wrappers=unwrap):
-            yield
-    finally:
-        Function.apply = apply_  # type: ignore[method-assign]
+    wholes = set_on_class(Function, "apply", classmethod(apply))
+    with wholes, replaced(torch._functorch.utils, unwrap_dead_wrappers=unwrap):
+        yield

@@ -601,17 +601,13 @@ def other_parameters(module: nn.Module) -> Iterator[None]:
     if sum(p.numel() * p.element_size() for p in parameters) > _MOST_BYTES:
         yield
         return
-    kept = [p.data for p in parameters]
     generator = torch.Generator().manual_seed(11)
-    try:
+    with ExitStack() as stack:
         for parameter in parameters:
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
             size = parameter.detach().abs().mean() if parameter.numel() else 0.0
-            parameter.data = parameter.data + noise * (0.3 * size + 0.02)
+            stack.enter_context(replaced(parameter, data=parameter.data + noise * (0.3 * size + 0.02)))
         yield
-    finally:
-        for parameter, values in zip(parameters, kept, strict=True):
-            parameter.data = values
 
 
 # Random numbers other than dropout: parts would draw others than the whole, unless nothing comes of them.

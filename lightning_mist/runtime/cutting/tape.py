@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import replaced, set_on_class
 from lightning_mist.plan.calls import intercepted, occurrence, user_line, without_caches
 from lightning_mist.runtime.process_state import get_random_state
 from lightning_mist.tensors import batch_tensors
@@ -427,11 +427,8 @@ def _custom_functions(called: Callable[[type, Callable[..., Any], Any, Any], Any
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
         return called(kind, partial(original.__func__, kind), args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
+    with set_on_class(torch.autograd.Function, "apply", classmethod(apply)):
         yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def draws_for_itself(kwargs: Mapping[str, Any]) -> bool:

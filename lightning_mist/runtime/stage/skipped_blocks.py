@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_mist.attributes import items_replaced
 from lightning_mist.plan.calls import call_signature, is_simple, leaves_of, select
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.tensors import is_hollow, substitute
@@ -146,20 +147,13 @@ class FakeParameters:
     @contextmanager
     def filled(self) -> Iterator[None]:
         """Inside, the slots hold fakes."""
-        before = [space[name] for space, name, *_ in self._slots]
-        for space, name, fake in self._slots:
-            space[name] = fake
-        weights = [(child, child._flat_weights) for child in self._recurrent]
-        for child in self._recurrent:
-            # Recurrent layers keep their weights in a list besides.
-            child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
-        try:
+        # Recurrent layers keep their weights in a list besides.
+        flat = (
+            (vars(child), "_flat_weights", [child._parameters.get(name) for name in child._flat_weights_names])
+            for child in self._recurrent
+        )
+        with items_replaced(self._slots), items_replaced(flat):
             yield
-        finally:
-            for child, flat in weights:
-                child.__dict__["_flat_weights"] = flat
-            for (space, name, _), parameter in zip(self._slots, before, strict=True):
-                space[name] = parameter
 
 
 def _fake_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMode) -> nn.Parameter:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mist import recomputation
-from lightning_mist.attributes import SharedPatch
+from lightning_mist.attributes import SharedPatch, items_replaced
 from lightning_mist.plan import CheckpointingKind, LiveTensor, ModuleMap, TensorSplit
 from lightning_mist.plan.messages import Side
 from lightning_mist.recomputation import OwnFunction, Within, selective_contexts
@@ -66,21 +66,12 @@ class StageSplit:
     @contextmanager
     def presented(self, slots: Sequence[Slot], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Inside, slots show the whole shape of the parts that they hold; those with a fake stay as they are."""
-        shown: dict[str, Tensor] = {}
-        changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        here = [slot for slot in slots if slot[2] in parameters and slot[0][slot[1]] is parameters[slot[2]]]
+        shown = {name: present(parameters[name], self._parameters[name], self.context) for _, _, name in here}
         try:
-            for space, attribute, name in slots:
-                parameter = parameters.get(name)
-                if parameter is None or space[attribute] is not parameter:
-                    continue
-                if name not in shown:
-                    shown[name] = present(parameter, self._parameters[name], self.context)
-                changed.append((space, attribute, parameter))
-                space[attribute] = shown[name]
-            yield
+            with items_replaced((space, attribute, shown[name]) for space, attribute, name in here):
+                yield
         finally:
-            for space, attribute, parameter in changed:
-                space[attribute] = parameter
             self.context.forget()
 
     @contextmanager
