@@ -317,6 +317,23 @@ def _signature(value: Any, seen: dict[int, Any], *, depth: int, is_item: bool) -
     return type(value), tuple((str(k), _signature(v, seen, depth=depth + 1, is_item=False)) for k, v in held(value))
 
 
+_OPERATORS = (
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
+)  # fmt: skip
+_WRITING = frozenset((*(f"__i{name}__" for name in _OPERATORS), "__setitem__"))
+
+
+def is_writing(name: str) -> bool:
+    """Whether a function of torch of this name writes into its first argument."""
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def function_name(func: Any) -> str:
+    """Name of a function of torch; that of the attribute where one is read."""
+    name = getattr(func, "__name__", type(func).__name__)
+    return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else str(name)
+
+
 def call_without_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a function of torch so that it drops nothing at random."""
     name, given = getattr(func, "__name__", ""), dict(kwargs)

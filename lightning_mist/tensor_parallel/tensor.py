@@ -24,6 +24,7 @@ from lightning_mist.plan.calls import leaves_of
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.shard_layout import Layout
+from lightning_mist.tensors import function_name, is_writing
 
 Rule = Callable[[SplitContext, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Computes a torch function on parts: context, function, args, kwargs; NotImplemented where it cannot."""
@@ -239,25 +240,14 @@ def first_of(args: Iterable[Any], kwargs: dict[str, Any]) -> SplitTensor:
     return next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, SplitTensor))
 
 
-def name_of(func: Callable[..., Any]) -> str:
-    """The name of a torch function; of a property its own."""
-    name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
-
-
-_WRITING_DUNDERS = frozenset(("__setitem__", "__set__", "__delete__"))
-
-
 def gather_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with whole tensors.
 
     Raises:
         TraceError: If it would write into them.
     """
-    name = name_of(func)
-    is_dunder = name.startswith("__") and name.endswith("__")
-    writes = name in _WRITING_DUNDERS or (is_dunder and name.startswith("__i") and name[3:-2] in _IN_PLACE_OPERATORS)
-    writes = writes or (not is_dunder and name.endswith("_")) or bool(kwargs.get("inplace"))
+    name = function_name(func)
+    writes = is_writing(name) or name in ("__set__", "__delete__") or bool(kwargs.get("inplace"))
     written = (args[:1] if writes else ()) + (kwargs.get("out"),)
     if any(isinstance(leaf, SplitTensor) for leaf in leaves_of(written)):
         raise TraceError(
@@ -268,11 +258,6 @@ def gather_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     context.function = func
     context.gathered[name] += 1
     return func(*whole(args), **whole(kwargs))
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
-)
 
 
 @SharedPatch

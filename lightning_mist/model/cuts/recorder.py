@@ -47,7 +47,7 @@ from lightning_mist.plan.calls import (
     user_line,
     without_caches,
 )
-from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch
+from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch, is_writing
 from lightning_mist.without_values import (
     INDEXING,
     READS,
@@ -62,9 +62,6 @@ from lightning_mist.without_values import (
 _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
 _EFFECTS = frozenset(("__set__", "backward"))
 """Functions that use their arguments though they return no tensor, besides reads and item assignment."""
-
-_AUGMENTED = ("iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
-_IN_PLACE = frozenset(f"__{name}__" for name in _AUGMENTED) | {"__setitem__"}
 
 
 class Refused(BaseException):
@@ -362,7 +359,7 @@ class StepRecorder(TorchFunctionMode):
 
     def _before_write(self, name: str, target: Tensor, tensors: list[Tensor]) -> None:
         """A real tensor into which a fake is about to be written depends on parameters from here on."""
-        if not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
+        if not is_writing(name):
             return
         buffer = self._buffers.get(address_of(target))
         if buffer is not None:

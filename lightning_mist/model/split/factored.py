@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_mist.errors import TraceError
 from lightning_mist.model.operator_costs import seen_through
 from lightning_mist.tensor_parallel import SplitTensor, TensorGroup, copy_in
+from lightning_mist.tensors import function_name
 from lightning_mist.units import format_bytes
 
 MOST_BYTES = 3 * 2**30
@@ -93,14 +94,11 @@ class Factored(Tensor):
         kwargs = kwargs or {}
         if any(issubclass(kind, SplitTensor) for kind in types):
             return NotImplemented  # their rules come first: they compute with parts, which may be factored
-        name = getattr(func, "__name__", "")
+        name = function_name(func)
         if func is F.multi_head_attention_forward:
             return seen_through(func)(*args, **kwargs)
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name not in _TRANSPOSES:
-                return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        elif name in _SEEN:
+        is_property = getattr(func, "__name__", "") == "__get__"
+        if name not in _TRANSPOSES if is_property else name in _SEEN:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         found = _RULES.get(name)
         result = NotImplemented if found is None else found(func, args, kwargs)

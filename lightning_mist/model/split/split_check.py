@@ -43,7 +43,7 @@ from lightning_mist.tensor_parallel import (
     present,
     run_ranks,
 )
-from lightning_mist.tensor_parallel.tensor import name_of
+from lightning_mist.tensors import function_name
 
 # Two runs of one computation, whole and over ranks, held against each other number by number.
 
@@ -341,7 +341,7 @@ def share_out(
 
     def resume() -> None:
         if context.function is not None:
-            group.callers[name_of(context.function)] += 1
+            group.callers[function_name(context.function)] += 1
         install(values, shown)
 
     group.adds_later, group.resume = adds_later, resume

@@ -26,9 +26,9 @@ from lightning_mist.runtime.cutting.rules import (
     scaled,
     tolerance_of,
 )
-from lightning_mist.runtime.cutting.tape import Values, first_slice, made_by, name_of, rebuilt, takes_all, tensors_in
+from lightning_mist.runtime.cutting.tape import Values, first_slice, made_by, rebuilt, takes_all, tensors_in
 from lightning_mist.runtime.process_state import ACTIVE, quiet_in_blocks
-from lightning_mist.tensors import batch_tensors
+from lightning_mist.tensors import batch_tensors, function_name
 
 SUSPICIOUS = frozenset(
     (
@@ -104,7 +104,7 @@ class CutMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = name_of(func)
+        name = function_name(func)
         is_watched = name in self._watched
         given = given_to(args, kwargs, self.way_of) if is_watched or self._ways else ()
         if self._is_quiet:

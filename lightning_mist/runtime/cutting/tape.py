@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_mist.attributes import replaced, set_on_class
 from lightning_mist.plan.calls import intercepted, occurrence, user_line, without_caches
 from lightning_mist.runtime.process_state import get_random_state
-from lightning_mist.tensors import batch_tensors
+from lightning_mist.tensors import batch_tensors, function_name, is_writing
 
 # Python numbers that remember which tensors they were read from, so that they can be worked out for other batches.
 
@@ -174,12 +174,6 @@ _SKIPPED = frozenset(
 """Functions that compute nothing."""
 
 
-def name_of(func: Any) -> str:
-    """Name of a torch function; that of the attribute where one is read."""
-    name = getattr(func, "__name__", type(func).__name__)
-    return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else str(name)
-
-
 @dataclass(frozen=True, slots=True)
 class Fixed:
     """A tensor that is neither of the batch nor made by the step: a parameter, a buffer or a constant."""
@@ -330,7 +324,7 @@ class TapeRecorder(TorchFunctionMode):
         if self._is_quiet:
             self._read.update(map(id, tensors_in((args, kwargs))))
             return func(*args, **kwargs)
-        name = name_of(func)
+        name = function_name(func)
         is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
         if name in _SKIPPED:
             return func(*args, **kwargs)
@@ -451,29 +445,11 @@ def takes_all(ends: tuple[Any, Any], rows: int) -> bool:
     return first in (None, 0) and (type(end) is not int or end >= rows)
 
 
-def is_writing(name: str) -> bool:
-    """Whether a function writes into its first argument."""
-    return name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The members of an argument that may hold tensors, with how to reach them; empty for a leaf."""
-    if isinstance(value, (tuple, list)):
-        yield from enumerate(value)
-    elif isinstance(value, dict):
-        yield from value.items()
-    elif isinstance(value, slice):
-        yield from (("start", value.start), ("stop", value.stop), ("step", value.step))
-
-
-def leaves_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def leaves_in(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """All leaves of an argument, with their paths."""
-    is_leaf = True
-    for key, item in items_of(value):
-        is_leaf = False
-        yield from leaves_in(item, (*path, key))
-    if is_leaf:
-        yield path, value
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    rebuilt(value, lambda path, leaf: found.append((path, leaf)))
+    return found
 
 
 def rebuilt(value: Any, replace: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
@@ -488,7 +464,7 @@ def rebuilt(value: Any, replace: Callable[[tuple[Any, ...], Any], Any], path: tu
     if isinstance(value, dict) and value:
         return {key: rebuilt(item, replace, (*path, key)) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*(rebuilt(item, replace, (*path, key)) for key, item in items_of(value)))
+        return slice(*(rebuilt(getattr(value, key), replace, (*path, key)) for key in ("start", "stop", "step")))
     return replace(path, value)
 
 
