@@ -1,7 +1,6 @@
 """Training on a part of a batch: its calls compute what was proved, and anything else ends training."""
 
-import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import occurrence, user_line
@@ -76,15 +76,13 @@ class CutMode(TorchFunctionMode):
         super().__init__()
         self._rows, self._own = rows, round((end - first) * rows) if own is None else own
         # What has the part's rows, and the line of what would have fewer of the batch's.
-        self._rowed: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._rowed: MutableMapping[Tensor, str] = WeakTensorKeyDictionary(dict.fromkeys(batch_tensors(batch), ""))
         self._behind = ""
-        for tensor in batch_tensors(batch):
-            self._rowed[id(tensor)] = weakref.ref(tensor), ""
         self._rules, self._whole, self._part = rules, whole, part
         self._first, self._end = first, end
         self._sites: Mapping[Hashable, Site] = {site.key: site for site in rules.sites}
         self._watched = SUSPICIOUS | {str(key[0]) for key in (*self._sites, *rules.forms)}  # type: ignore[index]
-        self._ways: dict[int, tuple[weakref.ref[Tensor], Way]] = {}
+        self._ways: MutableMapping[Tensor, Way] = WeakTensorKeyDictionary()
         self._counts: dict[Hashable, int] = {}
         self.wrong: list[tuple[Tensor, str]] = []
         self.counted: dict[Hashable, tuple[Tensor, Tensor, str]] = {}
@@ -99,8 +97,7 @@ class CutMode(TorchFunctionMode):
     def is_quiet(self, value: bool) -> None:
         self._is_quiet = value
         if value:  # what lives now may be what the block is given
-            fewer = (line for alive, line in self._rowed.values() if line and alive() is not None)
-            self._behind = next(fewer, self._behind)
+            self._behind = next(filter(None, self._rowed.values()), self._behind)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,9 +132,9 @@ class CutMode(TorchFunctionMode):
             other = f"{name} at {user_line()}" if given or name in SUSPICIOUS else None
             ways = (given[0][1] if is_kept else other,) * len(made)
         for tensor, way in zip(made, ways, strict=False):
-            self._ways.pop(id(tensor), None)
+            self._ways.pop(tensor, None)
             if way is not None:
-                self._ways[id(tensor)] = weakref.ref(tensor), way
+                self._ways[tensor] = way
 
     def _follow_rows(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         """Note what has the part's rows, and what takes all of them where the batch would leave some out."""
@@ -153,19 +150,17 @@ class CutMode(TorchFunctionMode):
                 line = f"rows {ends[0] or 0} to {ends[1]} at {user_line()}"
         for tensor in made_by(name, args, output):
             if line or self._is_rowed(tensor):
-                self._rowed[id(tensor)] = weakref.ref(tensor), line
+                self._rowed[tensor] = line
 
     def _is_rowed(self, tensor: Tensor) -> bool:
         return bool(tensor.dim()) and tensor.shape[0] == self._own
 
-    def _line_of(self, tensor: Tensor) -> str | None:
-        known = self._rowed.get(id(tensor))
-        return None if known is None or known[0]() is not tensor else known[1]
+    def _line_of(self, value: Any) -> str | None:
+        return self._rowed.get(value) if isinstance(value, Tensor) else None
 
     def way_of(self, value: Any) -> Way | None:
         """Which of the proved values a tensor is: their way, a line for what was made otherwise, None for others."""
-        known = self._ways.get(id(value))
-        return None if known is None or known[0]() is not value else known[1]
+        return self._ways.get(value) if isinstance(value, Tensor) else None
 
     def expect(self, key: ResultKey, value: Any, text: str) -> None:
         """End training if a result is made otherwise than was proved.
@@ -241,9 +236,9 @@ def copied(value: Any, copy: Any) -> None:
     if not isinstance(mode := ACTIVE.mode, CutMode):
         return
     if (way := mode.way_of(value)) is not None:
-        mode._ways[id(copy)] = weakref.ref(copy), way
+        mode._ways[copy] = way
     if isinstance(copy, Tensor) and (line := mode._line_of(value)):
-        mode._rowed[id(copy)] = weakref.ref(copy), line
+        mode._rowed[copy] = line
 
 
 def check_counts(wrong: Sequence[tuple[Tensor, str]]) -> None:
