@@ -346,23 +346,16 @@ class Source(Protocol):
 class Loaded:
     """Values from a checkpoint, possibly mapped from its file."""
 
-    tensor: Tensor
-
-    def value(self, seed: int) -> Tensor:
-        """The values, as of any :class:`Source`."""
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True)
-class OnRankZero:
-    """Values that rank 0 has; the other ranks get them from there."""
-
     tensor: Tensor | None
 
     def value(self, seed: int) -> Tensor:
-        """The values, as of any :class:`Source`; on rank 0 only."""
+        """The values, as of any :class:`Source`."""
         assert self.tensor is not None
         return self.tensor
+
+
+class OnRankZero(Loaded):
+    """Values that rank 0 has; the other ranks, which have none, get them from there."""
 
 
 @dataclass(frozen=True, slots=True)

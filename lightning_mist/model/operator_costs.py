@@ -12,8 +12,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_mist.model.fakes import storage_of
 from lightning_mist.model.spec import OperatorKind
 from lightning_mist.optimizers import tensors_within
+from lightning_mist.plan.calls import leaves_of
 
 _INDEX = (
     "embedding", "_embedding_bag", "index", "_index_put_impl", "_unsafe_index", "gather", "scatter", "take",
@@ -116,11 +118,7 @@ _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index"})
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """The tensors in an operator's arguments or result: bare, or in lists and tuples of any depth."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+    yield from (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
 
 
 def narrow_type(tensors: Iterable[torch.Tensor], *, floating: bool) -> str:
@@ -137,19 +135,14 @@ def narrow_type(tensors: Iterable[torch.Tensor], *, floating: bool) -> str:
     return ""
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage for as long as the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def computes(operator: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     """Whether an operator reads or writes elements, rather than only making another view of them."""
     if operator.is_view:
         return False
     if operator._schema.is_mutable or not outputs or not inputs:
         return True
-    keys = {storage_key(tensor) for tensor in inputs}
-    return any(storage_key(tensor) not in keys for tensor in outputs)
+    keys = {storage_of(tensor) for tensor in inputs}
+    return any(storage_of(tensor) not in keys for tensor in outputs)
 
 
 def flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:

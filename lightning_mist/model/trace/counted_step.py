@@ -15,8 +15,9 @@ from lightning_mist.collector import collector_paused
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import Origins, device_of, isolated, parameter_slots, quiet_fakes, substitute_parameters
 from lightning_mist.model.trace.ledger import Ledger, ParameterProducts, PhaseCount, Storage
-from lightning_mist.model.trace.part_hooks import InputSignature, RankView, Walk, loss_of, part_of
+from lightning_mist.model.trace.part_hooks import InputSignature, RankView, Walk, loss_of
 from lightning_mist.plan import ModuleMap
+from lightning_mist.tensor_parallel import local_of
 from lightning_mist.tensors import copy_batch
 from lightning_mist.without_values import fake_mode
 
@@ -239,7 +240,7 @@ def _parameter_names(module: nn.Module) -> dict[int, str]:
     """Names of what fills the parameter slots: of split ones this rank's part."""
     names: dict[int, str] = {}
     for name, _, attribute, parameter in parameter_slots(module):
-        names.setdefault(id(part_of(parameter)), f"{name}.{attribute}" if name else attribute)
+        names.setdefault(id(local_of(parameter)), f"{name}.{attribute}" if name else attribute)
     return names
 
 

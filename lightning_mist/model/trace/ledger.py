@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import NOWHERE, Guesses, Origin, Origins, guess, too_many
+from lightning_mist.model.fakes import NOWHERE, Guesses, Origin, Origins, guess, storage_of, too_many
 from lightning_mist.model.operator_costs import (
     computes,
     flops,
@@ -28,12 +28,10 @@ from lightning_mist.model.operator_costs import (
     moved_bytes,
     narrow_type,
     operands_of,
-    storage_key,
     tensors_in,
 )
 from lightning_mist.model.spec import OperatorKind
-from lightning_mist.model.trace.part_hooks import part_of
-from lightning_mist.tensor_parallel import SplitTensor
+from lightning_mist.tensor_parallel import SplitTensor, local_of
 from lightning_mist.without_values import workspace_bytes
 
 Cause = Literal["forward", "recompute", "backward", "accumulate"]
@@ -177,7 +175,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
         """What is known of a tensor's storage, if an operator of the step made it."""
-        return self._live.get(storage_key(tensor))
+        return self._live.get(storage_of(tensor))
 
     def note_given(self, tensor: torch.Tensor, part: int, is_gradient: bool, slot: int) -> None:
         """A tensor entered a part."""
@@ -202,7 +200,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_cast(self, source: torch.Tensor, cast: torch.Tensor) -> None:
         """The operand of the product that runs may be cast: then not it is kept for the gradient, but its copy."""
         operand = self._operand
-        if operand is not None and storage_key(source) == storage_key(operand[0]):
+        if operand is not None and storage_of(source) == storage_of(operand[0]):
             self._operand, found = None, self.find(source)
             if found is not None:
                 found.weights.remove(operand[1:])
@@ -284,7 +282,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._resize(func, tensor, key)
                 continue
             if existing is None:
-                existing = {storage_key(item) for item in inputs}
+                existing = {storage_of(item) for item in inputs}
             if key not in existing:
                 self._add(func, tensor, key)
                 self._watch[key] = weakref.ref(storage, self._dropper(key))
@@ -384,7 +382,7 @@ class ParameterProducts(TorchFunctionMode):
         else:
             result = self._noted(value, id(weight), lambda: func(*args, **kwargs))
         is_seen = self._is_inside or self._ledger.is_backward
-        if not is_seen and id(part_of(weight)) in self._trained and isinstance(result, torch.Tensor):
+        if not is_seen and id(local_of(weight)) in self._trained and isinstance(result, torch.Tensor):
             self._count(value, weight, 1 - output_dim, result.dtype)
         return result
 
@@ -406,12 +404,12 @@ class ParameterProducts(TorchFunctionMode):
 
     def _count(self, value: torch.Tensor, weight: torch.Tensor, input_dim: int, dtype: torch.dtype) -> None:
         """Of a split weight what this rank computes with its part, in the type of the result."""
-        sizes = part_of(weight).shape
+        sizes = local_of(weight).shape
         vectors = value.numel() // max(1, value.shape[-1])
         itemsize = dtype.itemsize
         kept = vectors * sizes[1 - input_dim] * itemsize  # the gradient of the output
         # Else another linear operation keeps this input already; of what autocast casts each keeps a copy of its own.
-        if value.dtype != dtype or self._is_new(part_of(value)):
+        if value.dtype != dtype or self._is_new(local_of(value)):
             kept += vectors * sizes[input_dim] * itemsize
         self._ledger.note_linear(flops=2 * prod(sizes) * vectors, kept_bytes=kept)
 

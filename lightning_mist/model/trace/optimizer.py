@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import isolated, quiet_fakes, substitute_parameters
-from lightning_mist.model.operator_costs import narrow_type, storage_key
+from lightning_mist.model.fakes import isolated, quiet_fakes, storage_of, substitute_parameters
+from lightning_mist.model.operator_costs import narrow_type
 from lightning_mist.model.spec import OptimizerSpec
 from lightning_mist.model.trace.ledger import Ledger
 from lightning_mist.optimizers import fewer, is_entrywise, like, options_of, tensors_within
@@ -68,7 +68,7 @@ class _Trials:
         ledger = Ledger(1)
         with torch.no_grad(), ledger:
             optimizer.step()
-        found = [{storage_key(t): t for t in tensors_within(optimizer.state.get(p))} for p in parameters]
+        found = [{storage_of(t): t for t in tensors_within(optimizer.state.get(p))} for p in parameters]
         shared = Counter(key for state in found for key in state)
         return _Trial(
             parameters=sum(p.numel() * p.element_size() for p in parameters),

@@ -28,6 +28,7 @@ from lightning_mist.tensor_parallel import (
     SplitTensor,
     enter_sequence,
     from_local_sequence,
+    local_of,
     present,
 )
 from lightning_mist.without_values import BlockAnswer, MadeLeaf, answer_of
@@ -87,7 +88,7 @@ def imitate(
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
     flowing = [leaf for leaf in answer.leaves if isinstance(leaf, MadeLeaf) and leaf.requires_grad]
     trained = next((p for p in block.parameters() if p.requires_grad), None)
-    anchors = tensors if trained is None else [*tensors, part_of(trained)]
+    anchors = tensors if trained is None else [*tensors, local_of(trained)]
     make = partial(tuple, (_make(leaf, mode) for leaf in flowing))
     outputs = iter(_Imitation.apply(make, *anchors) if flowing else ())  # type: ignore[no-untyped-call]
 
@@ -153,14 +154,9 @@ class RankView:
         return tree_unflatten(shown, structure)
 
 
-def part_of(value: Any) -> Any:
-    """A leaf's part, anything else as it is."""
-    return value.local if isinstance(value, SplitTensor) else value
-
-
 def parts_of(value: Any) -> Any:
     """Nested containers in which every split tensor is replaced by this rank's part."""
-    return tree_map(part_of, value)
+    return tree_map(local_of, value)
 
 
 def dims_of(value: Any) -> Dims:

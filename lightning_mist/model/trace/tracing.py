@@ -21,8 +21,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import compiled_text, map_module
 from lightning_mist.model.device import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.events import timeline_of
-from lightning_mist.model.fakes import describe_guesses, device_of, has_values, refusal, resize_batch
-from lightning_mist.model.operator_costs import storage_key
+from lightning_mist.model.fakes import describe_guesses, device_of, has_values, refusal, resize_batch, storage_of
 from lightning_mist.model.spec import (
     BILINEAR,
     CONSTANT,
@@ -104,15 +103,6 @@ class Blocks:
     def recomputes(self) -> bool:
         """Whether blocks can be recomputed."""
         return self.recompute_failure is None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """A step that was counted over one set of sizes."""
-
-    basis: Basis
-    blocks: Blocks
-    boundaries: tuple[tuple[TensorSpec, ...], ...]  # the tensors that cross each cut
 
 
 # What depends on the batch alone (masks) is computed for real, and counts are exact at any size: so sizes stay small.
@@ -214,7 +204,7 @@ def trace_contexts(
 
 def _trace_split(
     step: Step,
-    counted: Counted,
+    counted: "_Traced",
     split: TensorSplit,
     parameters: Sequence[ParameterSpec],
     *,
@@ -247,7 +237,7 @@ def _trace_split(
     )
 
 
-def _boundaries(step: Step, counted: Counted, degree: int) -> tuple[tuple[TensorSpec, ...], ...]:
+def _boundaries(step: Step, counted: "_Traced", degree: int) -> tuple[tuple[TensorSpec, ...], ...]:
     """The tensors that cross each cut, of those that are shared out along the sequence one rank's part."""
 
     def part(tensor: TensorSpec, dim: int | None) -> TensorSpec:
@@ -274,7 +264,12 @@ _UNSTACKABLE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Traced(Counted):
+class _Traced:
+    """A step that was counted over one set of sizes."""
+
+    basis: Basis
+    blocks: Blocks
+    boundaries: tuple[tuple[TensorSpec, ...], ...]  # the tensors that cross each cut
     parts: tuple[LayerSpec, ...]  # head, the kinds of layers, tail
     batch_bytes: sympy.Expr
     shared: sympy.Expr
@@ -340,7 +335,7 @@ def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds, t
 def _kept_bytes(module: nn.Module) -> int:
     tensors = (x for item in module.modules() for x in vars(item).values() if isinstance(x, torch.Tensor))
     return sum(
-        {storage_key(x): x.untyped_storage().nbytes() for x in tensors if not isinstance(x, nn.Parameter)}.values()
+        {storage_of(x): x.untyped_storage().nbytes() for x in tensors if not isinstance(x, nn.Parameter)}.values()
     )
 
 
