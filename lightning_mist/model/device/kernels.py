@@ -111,26 +111,16 @@ def _statistics(x: Tensor, dims: int) -> Tensor:
     return x.new_empty(kept, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _fused_rms_norm(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
-    return _like(x), _statistics(x, dims)
+def _fused_norm(statistics: int, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """The result, and so many statistics; the last argument says over how many dimensions."""
+    return _like(x), *(_statistics(x, given[-1]) for _ in range(statistics))
 
 
-def _fused_rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, mask: list[bool]) -> Any:
-    return _wanted(mask, x, weight)
-
-
-def _fused_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int) -> Any:
-    return _like(x), _statistics(x, dims), _statistics(x, dims)
-
-
-def _fused_layer_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, mask: list[bool]
-) -> Any:
-    return _wanted(mask, x, weight, bias)
-
-
-def _wanted(mask: list[bool], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(_like(t) if needed and t is not None else None for needed, t in zip(mask, tensors, strict=True))
+def _fused_norm_backward(statistics: int, grad: Tensor, x: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of the input, and of the weight and bias behind the statistics, as far as the last argument asks."""
+    *affine, mask = given[statistics:]
+    wanted = zip(mask, (x, *affine), strict=True)
+    return tuple(_like(tensor) if needed and tensor is not None else None for needed, tensor in wanted)
 
 
 def _fused_attention(
@@ -160,12 +150,14 @@ def _fused_attention_backward(
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {
-    "fused_rms_norm(Tensor x, Tensor? weight, int dims) -> (Tensor, Tensor)": _fused_rms_norm,
+    "fused_rms_norm(Tensor x, Tensor? weight, int dims) -> (Tensor, Tensor)": partial(_fused_norm, 1),
     "fused_rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight, bool[2] mask) -> "
-    "(Tensor?, Tensor?)": _fused_rms_norm_backward,
-    "fused_layer_norm(Tensor x, Tensor? weight, Tensor? bias, int dims) -> (Tensor, Tensor, Tensor)": _fused_layer_norm,
+    "(Tensor?, Tensor?)": partial(_fused_norm_backward, 1),
+    "fused_layer_norm(Tensor x, Tensor? weight, Tensor? bias, int dims) -> (Tensor, Tensor, Tensor)": partial(
+        _fused_norm, 2
+    ),
     "fused_layer_norm_backward(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
-    "bool[3] mask) -> (Tensor?, Tensor?, Tensor?)": _fused_layer_norm_backward,
+    "bool[3] mask) -> (Tensor?, Tensor?, Tensor?)": partial(_fused_norm_backward, 2),
     "fused_attention(Tensor query, Tensor key, Tensor value, Tensor? bias, int length, bool is_causal=False) -> "
     "(Tensor, Tensor, Tensor, Tensor)": _fused_attention,
     "fused_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor out, "

@@ -134,9 +134,7 @@ class Basis:
         return int(sympy.ilcm(1, *(x.q for x in self._rational_inverse)))
 
     def _value(self, coefficients: Coefficients, point: Point) -> Fraction:
-        b, s = point
-        total = sum(c * b**i * s**j for c, (i, j) in zip(coefficients, self.powers, strict=True))
-        return Fraction(total, self.denominator)
+        return Polynomial(self.powers, coefficients, self.denominator).exactly_at(*point)
 
     def interpolate(self, counts: Sequence[int], name: str) -> Coefficients:
         """Coefficients of the exact polynomial of counts at :attr:`sizes`; a :class:`MisfitError` if there is none."""
