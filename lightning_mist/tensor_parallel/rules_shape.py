@@ -89,14 +89,10 @@ def _permuted(context: SplitContext, func: Callable[..., Any], args: tuple[Any, 
 
 @rule("t", "adjoint")
 def _transposed(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0].local.is_complex():  # some conjugate
+        return NotImplemented
     order = list(range(args[0].dim()))
     return _ordered(context, args[0], [*order[:-2], *reversed(order[-2:])])
-
-
-def _transposed_property(context: SplitContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0].local.is_complex():
-        return NotImplemented
-    return _transposed(context, func, args, kwargs)
 
 
 def _reversed_property(context: SplitContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,7 +100,7 @@ def _reversed_property(context: SplitContext, func: Any, args: tuple[Any, ...], 
 
 
 for _name in ("mT", "mH", "H"):
-    RULES[getattr(Tensor, _name).__get__] = _transposed_property
+    RULES[getattr(Tensor, _name).__get__] = _transposed
 RULES[Tensor.T.__get__] = _reversed_property  # type: ignore[attr-defined]
 
 
@@ -247,7 +243,7 @@ def _cat(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...],
         return NotImplemented
     result = main.resized(dim, sum(tensor.shape[dim] for tensor in tensors))
     if dim == main.dim:
-        if not all(_is_along(tensor, dim) for tensor in tensors):
+        if not all(isinstance(tensor, SplitTensor) and tensor.placement.dim == dim for tensor in tensors):
             return NotImplemented
         pieces = [piece for tensor in tensors for piece in tensor.placement.pieces]
         parts = torch.cat([tensor.local for tensor in tensors], dim)
@@ -263,7 +259,3 @@ def _stack(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...
     dim = given["dim"] % (len(main.sizes) + 1)
     parts = [operand(context, tensor, main) for tensor in tensors]
     return wrap(torch.stack(parts, dim), insert(main, dim, len(tensors)), context)
-
-
-def _is_along(tensor: Tensor, dim: int) -> bool:
-    return isinstance(tensor, SplitTensor) and tensor.placement.dim == dim

@@ -110,3 +110,8 @@ def test_writing_to_an_index():
     check(function, (X, 2), (tensor(2, 8, 4), 1), results=(2,))
     check(function, (X, 2), (tensor(2, 8, 4), None), results=(2,))
     check(function, (X, None), (tensor(2, 8, 4), 1), results=(None,))
+
+
+def test_what_conjugates_too_is_left_to_the_whole():
+    x = torch.complex(tensor(4, 8), tensor(4, 8, seed=1))
+    check(torch.adjoint, (x, 0), gathers=("adjoint",))
