@@ -343,6 +343,20 @@ def preset_spec(
     itemsize = 4 if dtype == "float32" else 2
     numels = {name: int(sympy.prod(sizes)) for name, sizes, _ in parameters(shape, length)}
     known = [ParameterSpec(name=name, numel=n, bytes=n * itemsize, trainable=True) for name, n in numels.items()]
+
+    def split(degree: int, sequence_parallel: bool) -> SplitSpec:
+        head, layer, tail = forms.parts(shape, length, degree=degree, sequence_parallel=sequence_parallel)
+        shared = {item.name for item in split_of(shape, length, degree).parameters}
+        return SplitSpec(
+            degree=degree,
+            sequence_parallel=sequence_parallel,
+            head=head,
+            layers=(layer,),
+            tail=tail,
+            boundaries=_boundaries(shape, dtype, itemsize, degree if sequence_parallel else 1),
+            parameter_bytes=tuple(item.bytes // degree if item.name in shared else item.bytes for item in known),
+        )
+
     head, layer, tail = forms.parts(shape, length)
     return ModelSpec(
         name=name,
@@ -363,38 +377,12 @@ def preset_spec(
         head_width=shape.head_width,
         shared_saved_bytes=forms.shared(shape, length),
         splits=tuple(
-            _split(forms, shape, length, degree, sequence, [item.bytes for item in known], dtype, itemsize)
+            split(degree, sequence)
             for degree in sorted({*degrees} - {1})
             if divides(shape, degree)
             for sequence in (False, True)
         ),
     ).evenly()
-
-
-def _split(
-    forms: Forms,
-    shape: LanguageModelShape,
-    length: int,
-    degree: int,
-    sequence_parallel: bool,
-    sizes: Sequence[int],
-    dtype: str,
-    itemsize: int,
-) -> SplitSpec:
-    head, layer, tail = forms.parts(shape, length, degree=degree, sequence_parallel=sequence_parallel)
-    shared = {item.name for item in split_of(shape, length, degree).parameters}
-    names = [name for name, _, _ in parameters(shape, length)]
-    return SplitSpec(
-        degree=degree,
-        sequence_parallel=sequence_parallel,
-        head=head,
-        layers=(layer,),
-        tail=tail,
-        boundaries=_boundaries(shape, dtype, itemsize, degree if sequence_parallel else 1),
-        parameter_bytes=tuple(
-            size // degree if name in shared else size for name, size in zip(names, sizes, strict=True)
-        ),
-    )
 
 
 def _boundaries(shape: LanguageModelShape, dtype: str, itemsize: int, parts: int) -> tuple[tuple[TensorSpec, ...], ...]:
