@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.inputs import FloatArray, IntArray, RegionCosts, parameter_regions, regions_of
-from lightning_mist.model.events import InputsTemplate, stack_inputs
+from lightning_mist.model.events import StageShape, StageTemplate, stack
 from lightning_mist.model.spec import ModelSpec, Polynomial, values_at
 
 
@@ -42,7 +42,7 @@ class SplitBackwardModel:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._template: InputsTemplate | None = None
+        self._template: StageTemplate | None = None
         self._sizes: list[Polynomial] = []
         self._size_A: IntArray = np.empty(0, dtype=np.int64)
 
@@ -52,7 +52,8 @@ class SplitBackwardModel:
         if not spec.num_layers or any(region.events is None for region in regions_of(spec)):
             return None
         if self._template is None:
-            self._template = stack_inputs(spec, rows)
+            whole = StageShape(first=0, end=spec.num_layers, checkpointed=0, rows=rows)
+            self._template = stack(spec, whole, ways=(False,))
             # Layers of one kind have the same allocations.
             sizes = {id(item.allocation.size): item.allocation.size for item in self._template.born}
             place = {key: index for index, key in enumerate(sizes)}
@@ -64,18 +65,20 @@ class SplitBackwardModel:
         recomputed_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
         recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, recomputed_R)
         recompute_peak_R[[0, -1]] = peak_R[[0, -1]]
-        shares = [item.made_bytes / item.nbytes for item in self._template.weights if item.made_bytes < item.nbytes]
+        shares = [
+            item.made_bytes / item.nbytes for item in self._template.weights[False] if item.made_bytes < item.nbytes
+        ]
         cast = max(shares, default=0.0)
         return SplitBackward(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R, before_cast=cast)
 
 
-def _walk(spec: ModelSpec, template: InputsTemplate, bytes_A: IntArray) -> tuple[FloatArray, FloatArray]:
+def _walk(spec: ModelSpec, template: StageTemplate, bytes_A: IntArray) -> tuple[FloatArray, FloatArray]:
     """Peaks of a backward through the whole network, and what is left."""
     count = spec.num_layers + 2
     alive_A = np.zeros(len(bytes_A), dtype=np.int64)
     saved_R, peak_R = np.zeros(count), np.zeros(count)
     born_A = np.zeros(len(bytes_A), dtype=np.int64)
-    for part, run in (*template.forward.items(), *template.inputs.items()):
+    for part, run in (*template.forward.items(), *template.inputs[False].items()):
         born_A[run.chunk.events_E[run.chunk.events_E > 0] - 1] = part
     for run in template.forward.values():
         np.add.at(alive_A, np.abs(run.chunk.events_E) - 1, run.chunk.signs_E)
@@ -84,7 +87,7 @@ def _walk(spec: ModelSpec, template: InputsTemplate, bytes_A: IntArray) -> tuple
     waiting_R = _waiting(spec, template, born_A, bytes_A)
     current = float(bytes_A @ alive_A)
     for part in reversed(template.parts):
-        chunk = template.inputs[part].chunk
+        chunk = template.inputs[False][part].chunk
         delta_E = chunk.signs_E * bytes_A[np.abs(chunk.events_E) - 1]
         live_E = current + np.concatenate([[0.0], np.cumsum(delta_E)])
         peak_R[part] = live_E.max() - saved_R[: part + 1].sum() - waiting_R[part + 1 :].sum()
@@ -92,12 +95,12 @@ def _walk(spec: ModelSpec, template: InputsTemplate, bytes_A: IntArray) -> tuple
     return peak_R, waiting_R
 
 
-def _waiting(spec: ModelSpec, template: InputsTemplate, born_A: IntArray, bytes_A: IntArray) -> FloatArray:
+def _waiting(spec: ModelSpec, template: StageTemplate, born_A: IntArray, bytes_A: IntArray) -> FloatArray:
     """Bytes that wait for gradients of weights, by the first region whose backward would have freed them."""
     regions = {item.name: used for item, used in zip(spec.parameters, parameter_regions(spec), strict=True)}
     first_A = np.full(len(bytes_A), spec.num_layers + 1, dtype=np.int64)
     waits_A = np.zeros(len(bytes_A), dtype=bool)
-    for weight in template.weights:
+    for weight in template.weights[False]:
         for slot in weight.operands:
             # A tied weight is that of a product where its operands are.
             near = min(regions[weight.name], key=lambda region: abs(region - int(born_A[slot])))

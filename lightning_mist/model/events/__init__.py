@@ -10,11 +10,9 @@ from lightning_mist.model.events.event_peaks import (
 )
 from lightning_mist.model.events.event_tape import EventTape, Label, Mark, TapeBlock
 from lightning_mist.model.events.microbatch_events import (
-    InputsTemplate,
     PartRun,
     StageShape,
     StageTemplate,
     WeightGradient,
     stack,
-    stack_inputs,
 )

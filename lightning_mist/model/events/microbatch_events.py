@@ -278,6 +278,7 @@ class StageTemplate:
     """What one microbatch does inside a stage.
 
     Attributes:
+        born: Its allocations, of which only sizes depend on the number of rows, by slot; what it is sent comes behind.
         parts: Its regions in the order of forward, without the head of stages after the first.
         forward: Events of each region's forward; for stages after the first also of region 0.
         backward: By whether gradients of parameters are made: events of each region's backward.
@@ -295,6 +296,7 @@ class StageTemplate:
     """
 
     slots: Slots
+    born: tuple[Born, ...]
     parts: tuple[int, ...]
     forward: Mapping[int, PartRun]
     backward: Mapping[bool, Mapping[int, PartRun]]
@@ -308,56 +310,27 @@ class StageTemplate:
     kept: tuple[int, ...]
 
 
-def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozenset()) -> StageTemplate:
+def stack(
+    spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozenset(), ways: Sequence[bool] = WAYS
+) -> StageTemplate:
     """What one microbatch does inside a stage; a :class:`PlanError` if the network was described without events.
 
     Gradients of ``tied`` parameters are not freed in later backwards' events: they wait for the first region's.
+
+    Args:
+        ways: Of which of :data:`WAYS` to say it.
     """
     found = Stack(spec, shape)
     forwards = found.parts if shape.first == 0 else (0, *found.parts)
     for part in forwards:
         found.add(part, backward=False, first=True)
     marks = {}
-    for first in WAYS:
+    for first in ways:
         begin = len(found.born)
         for part in reversed(found.parts):
             found.add(part, backward=True, first=first)
         marks[first] = (begin, len(found.born))
     return _Laid(found, forwards, marks, tied).template()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class InputsTemplate:
-    """What a microbatch but the first does in a whole network where gradients of weights are made apart.
-
-    It is the same whatever the number of rows, of which only sizes are.
-
-    Attributes:
-        born: Its allocations, by slot.
-        parts, forward, left: As of a :class:`StageTemplate`.
-        inputs, weights: The same, where gradients of parameters are there already.
-    """
-
-    born: tuple[Born, ...]
-    parts: tuple[int, ...]
-    forward: Mapping[int, PartRun]
-    left: tuple[int, ...]
-    inputs: Mapping[int, PartRun]
-    weights: tuple[WeightGradient, ...]
-
-
-def stack_inputs(spec: ModelSpec, rows: int) -> InputsTemplate:
-    """What a microbatch but the first does in a whole network where gradients of weights are made apart.
-
-    Raises as :func:`stack`.
-    """
-    found = Stack(spec, StageShape(first=0, end=spec.num_layers, checkpointed=0, rows=rows))
-    for part in found.parts:
-        found.add(part, backward=False, first=True)
-    begin = len(found.born)
-    for part in reversed(found.parts):
-        found.add(part, backward=True, first=False)
-    return _Laid(found, found.parts, {False: (begin, len(found.born))}, frozenset()).inputs()
 
 
 class _Entries:
@@ -399,17 +372,6 @@ class _Laid:
         self._left: list[Born] = []
         self._kept: list[int] = []
 
-    def inputs(self) -> InputsTemplate:
-        forward, operands = self._forward(), self._operands(False)
-        return InputsTemplate(
-            born=tuple(self._found.born),
-            parts=self._found.parts,
-            forward=forward,
-            left=tuple(item.slot for item in self._left),
-            inputs=self._backward(False, operands)[0],
-            weights=self._weights(False, operands),
-        )
-
     def template(self) -> StageTemplate:
         found, parts = self._found, self._found.parts
         spec, shape = found.spec, found.shape
@@ -421,18 +383,19 @@ class _Laid:
             if tensor.requires_grad:
                 found.add_arriving(tensor, None if output is None else handed[output])
         backward, ended, leaving, inputs, weights = {}, {}, {}, {}, {}
-        for way in WAYS:
+        for way in self._backward_born:
             backward[way], ended[way], leaving[way] = self._backward(way, MappingProxyType({}))
             operands = self._operands(way)
             inputs[way] = self._backward(way, operands)[0]
             weights[way] = self._weights(way, operands)
         enters = self._sizes([tensor for tensor in _crossing(spec, shape.first) if tensor.requires_grad])
         returned = {}
-        for way in WAYS:
-            returned[way], rest = _match(enters, leaving[way])
+        for way, items in leaving.items():
+            returned[way], rest = _match(enters, items)
             ended[way] = (*ended[way], *rest)
         return StageTemplate(
             slots=found.slots(),
+            born=tuple(found.born),
             parts=parts,
             forward=forward,
             backward=backward,

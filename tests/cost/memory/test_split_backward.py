@@ -5,7 +5,6 @@ import torch
 from lightning_mist.cost.memory.memory_model import MemoryModel
 from lightning_mist.cost.memory.split_backward import SplitBackwardModel
 from lightning_mist.model import trace_model
-from lightning_mist.model.events.microbatch_events import StageShape, stack, stack_inputs
 from tests import zoo
 from tests.specs import spec
 
@@ -48,19 +47,3 @@ def test_what_is_kept_from_one_number_of_rows_serves_for_others(network):
         for name in ("peak_R", "recompute_peak_R", "waiting_R"):
             assert getattr(found, name).tolist() == getattr(alone, name).tolist()
     assert found.waiting_R[1] == 6 * kept.of(memory.costs(1), 1).waiting_R[1]
-
-
-def test_a_network_is_stacked_as_a_stage_of_all_of_it(network):
-    whole = stack(network, StageShape(first=0, end=network.num_layers, checkpointed=0, rows=4))
-    found = stack_inputs(network, 4)
-    sizes = np.array([item.nbytes for item in found.born])
-    for own, wanted in ((found.forward, whole.forward), (found.inputs, whole.inputs[False])):
-        for part in whole.parts:
-            moved = [
-                (run.chunk.signs_E * slots[np.abs(run.chunk.events_E) - 1]).tolist()
-                for run, slots in ((own[part], sizes), (wanted[part], whole.slots.bytes_A))
-            ]
-            assert moved[0] == moved[1]
-    assert [item.name for item in found.weights] == [item.name for item in whole.weights[False]]
-    assert [item.nbytes for item in found.weights] == [item.nbytes for item in whole.weights[False]]
-    assert len(found.left) == len(whole.left)
