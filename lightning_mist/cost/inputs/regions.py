@@ -166,6 +166,11 @@ class RegionCosts:
     ``recompute_forward_peak_R`` are forward peaks of layers that will be recomputed, for which the plain ones are an
     upper bound. ``handed_R`` and ``checkpointed_handed_R`` are the bytes of what a region saves for the next one alone:
     a stage that ends behind it has them only until they have been sent.
+
+    Attributes:
+        moved: Where layers have moved a share of what they keep: what of the region in front is whole while a region
+            runs, and of the one in front of that what only the next one keeps; each of regions that are not recomputed
+            and of those that are.
     """
 
     saved_R: FloatArray
@@ -193,6 +198,7 @@ class RegionCosts:
     backward_collectives: Collectives
     batch_bytes: float
     shared_saved_bytes: float
+    moved: tuple[tuple[FloatArray, FloatArray], tuple[FloatArray, FloatArray]] | None = None
 
     @property
     def is_causal_R(self) -> FloatArray:

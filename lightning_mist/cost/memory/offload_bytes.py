@@ -85,29 +85,25 @@ def unadjusted(costs: RegionCosts) -> RegionCosts:
 def offloaded_activations(costs: RegionCosts, kept_VX: FloatArray) -> RegionCosts:
     """Costs of regions whose layers have offloaded a share of what they keep, as the module's docstring says.
 
-    The layer below a region is taken to be recomputed if the region is (for the tail: if the last layer is). So of the
-    lowest layer that is not, the one below counts as whichever has more offloaded, which is never too little.
-
     Args:
         kept_VX: The share in each of several variants, of layers that are not recomputed and of those that are; what is
             changed has a row for each.
     """
     changed: dict[str, Any] = {}
-    most_VR, most_handed_VR = np.zeros((2, len(kept_VX), len(costs.saved_R)))
-    for kind, way, ratio_V in (("checkpointed_", "recompute_", kept_VX[:, 1]), ("", "", kept_VX[:, 0])):
+    below, given = list[FloatArray](), list[FloatArray]()
+    for kind, way, ratio_V in (("", "", kept_VX[:, 0]), ("checkpointed_", "recompute_", kept_VX[:, 1])):
         kept_R, handed_R = getattr(costs, f"{kind}saved_R"), getattr(costs, f"{kind}handed_R")
         away_VR = _moved(ratio_V[:, None], np.concatenate([handed_R[:1], kept_R[1:-1], [0.0]]))
         handed_VR = np.where(away_VR > 0, ratio_V[:, None] * handed_R, 0.0)
-        most_VR, most_handed_VR = np.maximum(most_VR, away_VR), np.maximum(most_handed_VR, handed_VR)
-        # What a layer is given leaves, and comes, with what it keeps itself: the layer below has what that is given.
-        below_VR = _behind(most_VR, 1) + _behind(most_handed_VR, 2)
+        # What the last layer hands to the tail is the tail's.
+        away_VR[:, -2] -= handed_VR[:, -2]
         changed[f"{kind}saved_R"], changed[f"{kind}handed_R"] = kept_R - away_VR, handed_R - handed_VR
-        changed[f"{way}forward_peak_R"] = getattr(costs, f"{way}forward_peak_R") + below_VR
         for name in (f"{way}backward_peak_R", f"first_{way}backward_peak_R"):
-            changed[name] = getattr(costs, name) + away_VR + below_VR
-    # What the last layer hands to the tail is the tail's.
-    changed["saved_R"][:, -1] += costs.handed_R[-2] - changed["handed_R"][:, -2]
-    return replace(costs, **changed)
+            changed[name] = getattr(costs, name) + away_VR
+        # What a layer is given leaves, and comes, with what it keeps itself: the layer below has what that is given.
+        below.append(_behind(away_VR, 1))
+        given.append(_behind(handed_VR, 2))
+    return replace(costs, **changed, moved=((below[0], below[1]), (given[0], given[1])))
 
 
 def _moved(ratio: FloatArray, kept: FloatArray) -> FloatArray:

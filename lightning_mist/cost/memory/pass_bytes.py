@@ -157,7 +157,7 @@ class UnitLoads:
         first = costs.first_backward_peak_R, costs.first_recompute_backward_peak_R
         self.split = split or SplitBackward(peak_R=backward[0], recompute_peak_R=backward[1], waiting_R=costs.weight_R)
         self.costs, self.sharding = costs, sharding
-        self.reduces = sharding is not None and not sharding.is_one_unit
+        self.reduces, self.moves = sharding is not None and not sharding.is_one_unit, costs.moved is not None
         trained_R = above_R = np.zeros_like(single_R)
         if sharding is not None and self.reduces:
             self.share *= sharding.gradient_share
@@ -176,6 +176,8 @@ class UnitLoads:
             "trained": (trained_R,) * 2,
             "above": (above_R,) * 2,
         }
+        if costs.moved is not None:
+            rows["below"], rows["given"] = costs.moved
         shape = np.broadcast_shapes(*(item.shape for pair in rows.values() for item in pair))
         each = {name: np.stack([np.broadcast_to(item, shape) for item in pair]) for name, pair in rows.items()}
         every = np.concatenate([pair.reshape(-1, shape[-1]) for pair in each.values()])
@@ -192,6 +194,8 @@ class _Lists:
         count_JA: How many units in a row have one like it; 0 where a list has come to its end.
         kept_JA: Where as little is kept as of a recomputed layer.
         behind_JA: Where the peak is that of a recomputed layer.
+        moved_JA: Of the region in front, and of the one in front of that: 0 if the stage does not have it, 1 if it is
+            not recomputed, 2 if it is.
         where_JA: Place in the axis of what is away.
         top_JA: The last unit of each stage.
     """
@@ -203,27 +207,35 @@ class _Lists:
     top_JA: BoolArray
     kept_JA: BoolArray
     behind_JA: BoolArray
+    moved_JA: tuple[IntArray, IntArray]
     where_JA: IntArray
 
 
 @lru_cache(maxsize=MOST_LISTS)
-def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool, bool]) -> _Lists:
+def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool, bool, bool]) -> _Lists:
     """The lists of stages, which are asked about on many devices.
 
     Args:
         codes: First layers, last ones and first ones that are not recomputed, as numbers.
         changes: Units that differ from the one before.
-        looks: Whether what is away for the first of several layers counts, and what is reduced at the last unit.
+        looks: Whether what is away for the first of several layers counts, what is reduced at the last unit, and what
+            layers in front have moved.
     """
     code_A = np.frombuffer(codes, dtype=np.int64)
     first_A, end_A, middle_A = 1 + code_A // width**2, 1 + code_A // width % width, 1 + code_A % width
     low_A, high_A = first_A - (first_A == 1), end_A + (end_A == width - 1)
     # Rows are alike between places where units change, or what lies around them.
-    away, reduces = looks
+    away, reduces, moves = looks
     near = [first_A, middle_A, end_A, *([first_A + 1] if away else []), *([high_A - 1] if reduces else [])]
+    near += [at_A + behind for at_A in (low_A, middle_A) for behind in (1, 2) if moves]
     unit_JA, count_JA = runs_between(low_A, high_A, near, changes)
     head_JA, tail_JA = unit_JA < first_A, unit_JA >= end_A
     again_JA = (unit_JA < middle_A) & ~head_JA
+
+    def in_front(count: int) -> IntArray:
+        is_there_JA, is_again_JA = unit_JA - count >= low_A, (unit_JA - count < middle_A) & (middle_A > first_A)
+        return np.where(is_there_JA, 1 + is_again_JA, 0)
+
     return _Lists(
         unit_JA=unit_JA,
         count_JA=count_JA.astype(np.float64),
@@ -233,6 +245,7 @@ def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool
         # The head in front of a recomputed layer keeps as little, and the tail's peak is as behind one.
         kept_JA=again_JA | (head_JA & (middle_A > first_A)),
         behind_JA=again_JA | (tail_JA & (middle_A == end_A)),
+        moved_JA=(in_front(1), in_front(2)),
         where_JA=np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == first_A) & (end_A > first_A + 1)))),
     )
 
@@ -252,7 +265,7 @@ class PassBytes:
         away, width = bool(runs.forward_away_AK.any() or runs.backward_away_AK.any()), loads.width
         code_A, self._line_K = distinct_codes((runs.start_K * width + runs.end_K) * width + runs.middle_K, width**3)
         changes = tuple(range(width)) if by_unit else loads.changes
-        lists = self._lists = _lists(code_A.tobytes(), width, changes, (away, loads.reduces))
+        lists = self._lists = _lists(code_A.tobytes(), width, changes, (away, loads.reduces, loads.moves))
         self.count_JK, self._unit_JK = self._each(lists.count_JA), self._each(lists.unit_JA)
         if runs.variant_K is not None:
             self._unit_JK += runs.variant_K * width
@@ -280,6 +293,10 @@ class PassBytes:
         if not temporaries:
             return self._away(away_AK)
         peak_JK: FloatArray = self.loads.values[name].take(self._behind_JK) + self._away(away_AK)
+        # What layers in front have moved is still on its way to the host, or on its way back.
+        for of, way_JA in zip(("below", "given") if self.loads.moves else (), self._lists.moved_JA, strict=False):
+            unit_JK = self._unit_JK + self._each(self.loads.size * (way_JA == 2))
+            peak_JK += self.loads.values[of].take(unit_JK) * self._each(way_JA > 0)
         return peak_JK
 
     def _away(self, away_AK: FloatArray) -> FloatArray | float:

@@ -98,6 +98,17 @@ def test_nor_where_ranks_move_pieces_of_their_state(offload, zero, precision):
         assert found.peak_bytes >= (1 - UNDER[precision]) * replay_group(spec, plan, group).peak_bytes
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("checkpointed", [1, 2])
+@pytest.mark.parametrize("kept", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.5)])
+def test_layers_in_front_have_moved_what_they_keep(kept, checkpointed, zero):
+    spec, plan = network("32-true", 256), plan_of("1f1b", 2, checkpointed, zero)
+    ratios = OffloadRatios(activations=kept[0], checkpoints=kept[1])
+    plan = replace(plan, stages=tuple(replace(stage, offload=ratios) for stage in plan.stages))
+    for group, found in enumerate(stage_memory(spec, plan)):
+        assert 0.999 <= found.peak_bytes / replay_group(spec, plan, group).peak_bytes <= 1.04
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_as_much_waits_for_gradients_of_weights_where_layers_are_recomputed(precision, family):

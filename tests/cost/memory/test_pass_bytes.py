@@ -33,6 +33,10 @@ def network(rng, layers, variants, sharding, factor):
         shared_saved_bytes=float(rng.integers(0, MOST)),
     )
     costs = dataclasses.replace(costs, checkpointed_handed_R=costs.handed_R / 2)
+    if rng.random() < 0.5:
+        # What the regions in front have moved, of the last and the last but one; nothing in front of the first.
+        below, given = (tuple(np.pad(bytes_of(), (count, 0))[:width] for _ in range(2)) for count in (1, 2))
+        costs = dataclasses.replace(costs, moved=(below, given))
     single_R = bytes_of(variants) if variants > 1 else bytes_of()
     split = SplitBackward(peak_R=bytes_of(), recompute_peak_R=bytes_of(), waiting_R=bytes_of())
     shared = None
@@ -89,7 +93,8 @@ class Walk:
         self.again = {unit: start < unit <= middle and unit <= end for unit in self.units}
         # The tail's peak is as behind a recomputed layer, and the head keeps what such a layer is called with.
         self.behind = self.again | {self.last: middle == end}
-        kept = self.again | {0: middle > start}
+        self.is_recomputed = middle > start
+        kept = self.again | {0: self.is_recomputed}
         saved, brief = (self.row(item) for item in (costs.saved_R, costs.checkpointed_saved_R))
         self.kept = [brief[unit] if kept[unit] else saved[unit] for unit in self.units]
         self.shared = 0.0 if start == 0 else costs.shared_saved_bytes
@@ -112,7 +117,17 @@ class Walk:
         return float(away_AK[where, self.k])
 
     def peak(self, name, unit):
-        return self.row(getattr(self.loads.costs, name.format("recompute_" if self.behind[unit] else "")))[unit]
+        own = self.row(getattr(self.loads.costs, name.format("recompute_" if self.behind[unit] else "")))[unit]
+        return own + self.moved(unit)
+
+    def moved(self, unit):
+        """What the last unit and the one before it have moved, each as it is recomputed."""
+        found, place = 0.0, self.units.index(unit)
+        for count, ways in enumerate(self.loads.costs.moved or (), 1):
+            if place >= count:
+                front = self.units[place - count]
+                found += ways[self.again[front] or (front == 0 and self.is_recomputed)][unit]
+        return found
 
     def forward(self):
         away_AK = self.runs.forward_away_AK
@@ -140,7 +155,7 @@ class Walk:
     def inputs(self):
         split, waiting = self.loads.split, 0.0
         for place, unit in reversed(list(enumerate(self.units))):
-            peak = (split.recompute_peak_R if self.behind[unit] else split.peak_R)[unit]
+            peak = (split.recompute_peak_R if self.behind[unit] else split.peak_R)[unit] + self.moved(unit)
             yield self.alive(place) + waiting + peak + self.away(self.runs.backward_away_AK, unit)
             waiting += split.waiting_R[unit]
         yield waiting
