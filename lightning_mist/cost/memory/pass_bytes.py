@@ -246,7 +246,7 @@ def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool
         kept_JA=again_JA | (head_JA & (middle_A > first_A)),
         behind_JA=again_JA | (tail_JA & (middle_A == end_A)),
         moved_JA=(in_front(1), in_front(2)),
-        where_JA=np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == first_A) & (end_A > first_A + 1)))),
+        where_JA=np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == 1) & (first_A == 1) & (end_A > 2)))),
     )
 
 
@@ -303,9 +303,7 @@ class PassBytes:
         """Parameters that are there only for a unit, by where it is in its stage."""
         if not away_AK.any():
             return 0.0
-        # The first of several layers counts like the others too, which is more where these have more away.
-        most_AK = np.stack([away_AK[0], np.maximum(away_AK[1], away_AK[2]), *away_AK[2:]])
-        return np.take_along_axis(most_AK, self._each(self._lists.where_JA), 0)
+        return np.take_along_axis(away_AK, self._each(self._lists.where_JA), 0)
 
     def _under_way(self, pending_K: FloatArray | float, times_K: FloatArray | float) -> FloatArray | float:
         """Gradients that are being reduced while a unit runs: of the unit above, or of a backward before."""

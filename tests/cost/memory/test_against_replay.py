@@ -98,10 +98,10 @@ def test_nor_where_ranks_move_pieces_of_their_state(offload, zero, precision):
         assert found.peak_bytes >= (1 - UNDER[precision]) * replay_group(spec, plan, group).peak_bytes
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("checkpointed", [1, 2])
-@pytest.mark.parametrize("kept", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.5)])
-def test_layers_in_front_have_moved_what_they_keep(kept, checkpointed, zero):
+@pytest.mark.parametrize("kept", [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 0.5)])
+def test_layers_have_moved_what_they_keep_and_have_away_what_they_do_not_use(kept, checkpointed, zero):
     spec, plan = network("32-true", 256), plan_of("1f1b", 2, checkpointed, zero)
     ratios = OffloadRatios(activations=kept[0], checkpoints=kept[1])
     plan = replace(plan, stages=tuple(replace(stage, offload=ratios) for stage in plan.stages))

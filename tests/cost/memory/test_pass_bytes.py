@@ -57,10 +57,9 @@ def stages(rng, layers, variants, sharding):
         return rng.integers(0, MOST, (*shape, len(each))).astype(float)
 
     away = [bytes_of(4) * (sharding == "away") for _ in range(2)]
-    # Only behind the head another layer is the first of several, and there has more away than others may.
-    several_K = (start_K == 0) & (end_K > 1)
+    # Only behind the head another layer is the first of several.
     for away_AK in away:
-        away_AK[1] = np.where(several_K, away_AK[1] + away_AK[2], 0.0)
+        away_AK[1] *= (start_K == 0) & (end_K > 1)
     head_K, tail_K, rest_K = bytes_of() * (start_K == 0), bytes_of() * (end_K == layers), bytes_of()
     return StageRuns(
         sent_K=np.ones(len(each)),
