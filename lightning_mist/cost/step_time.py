@@ -36,13 +36,8 @@ import numpy.typing as npt
 from lightning_mist.cost.inputs import FloatArray
 
 
-def step_seconds_of(
-    steady_SK: FloatArray, boundary_SK: FloatArray, num_microbatches: int, together_SK: FloatArray | None = None
-) -> FloatArray:
-    """Seconds of one step of many pipelines.
-
-    Args:
-        together_SK: The part of the boundary seconds that no stage begins before all have come as far; none by default.
+def step_seconds_of(steady_SK: FloatArray, boundary_SK: FloatArray, num_microbatches: int) -> FloatArray:
+    """Seconds of one step of many pipelines, by the first form.
 
     Raises:
         ValueError: If there is no stage or no microbatch, or the shapes differ.
@@ -52,24 +47,16 @@ def step_seconds_of(
             f"steady times of shape {steady_SK.shape} and boundary times of shape {boundary_SK.shape} for "
             f"{num_microbatches} microbatches: shapes must be equal, with at least one stage and one microbatch"
         )
-    after_SK = np.zeros_like(boundary_SK) if together_SK is None else together_SK
-    if after_SK.shape != boundary_SK.shape:
-        raise ValueError(
-            f"boundary times of shape {boundary_SK.shape} with a part of shape {after_SK.shape}: shapes must be equal"
-        )
     before_SK = np.cumsum(steady_SK, axis=0) - steady_SK
-    exposed_K = np.maximum(0.0, (boundary_SK - after_SK - before_SK).max(axis=0)) + after_SK.max(axis=0)
+    exposed_K = np.maximum(0.0, (boundary_SK - before_SK).max(axis=0))
     result_K: FloatArray = (num_microbatches - 1) * steady_SK.max(axis=0) + steady_SK.sum(axis=0) + exposed_K
     return result_K
 
 
-def step_seconds(
-    steady_S: npt.ArrayLike, boundary_S: npt.ArrayLike, num_microbatches: int, together_S: npt.ArrayLike | None = None
-) -> float:
+def step_seconds(steady_S: npt.ArrayLike, boundary_S: npt.ArrayLike, num_microbatches: int) -> float:
     """Seconds of one step of one pipeline; see :func:`step_seconds_of`."""
 
     def column(values_S: npt.ArrayLike) -> FloatArray:
         return np.asarray(values_S, dtype=np.float64).reshape(-1, 1)
 
-    together_SK = None if together_S is None else column(together_S)
-    return float(step_seconds_of(column(steady_S), column(boundary_S), num_microbatches, together_SK)[0])
+    return float(step_seconds_of(column(steady_S), column(boundary_S), num_microbatches)[0])

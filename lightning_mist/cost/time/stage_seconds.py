@@ -105,12 +105,8 @@ class StageSeconds(ArrayRecord):
     @property
     def boundary_K(self) -> FloatArray:
         """Boundary time ``d``."""
-        return self.reduce_K + self.together_K
-
-    @property
-    def together_K(self) -> FloatArray:
-        """The part of ``d`` that begins on all stages at once where the runtime makes them wait for each other."""
-        return self.tied_K + self.update_K + self.update_copies_K + self.once_K + self.gather_K
+        boundary_K: FloatArray = self.own_XK[1] + self.tied_K
+        return boundary_K
 
 
 TOLD = tuple(field.name for field in fields(StageSeconds) if field.name != "again_K")

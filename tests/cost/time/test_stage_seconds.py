@@ -34,4 +34,3 @@ def test_every_term_counts_once_or_is_a_part_of_one_that_does():
         assert found.own_XK.tolist() == [[float(name in of - OF_OTHERS)] for of in (STEADY, BOUNDARY)]
         assert found.exchanged_XK.tolist() == [[float(name in of & OF_OTHERS)] for of in (STEADY, BOUNDARY)]
         assert found.boundary_K.tolist() == [float(name in BOUNDARY)]
-        assert found.together_K.tolist() == [float(name in BOUNDARY - {"reduce_K"})]
