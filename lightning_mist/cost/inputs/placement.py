@@ -75,7 +75,6 @@ class StageCrossing:
     across: bool
     sharing: float
     receiving: float
-    parts: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +153,6 @@ def _placements(
             across=bool(across[stage]),
             sharing=sharing[parts[stage]],
             receiving=receiving[parts[stage + 1]],
-            parts=(parts[stage], parts[stage + 1]),
         )
         for stage in bounds
     ]

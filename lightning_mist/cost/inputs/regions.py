@@ -117,8 +117,6 @@ _LAYER_ARRAYS = {
     "first_recompute_backward_peak_R": "first_recompute_backward_peak_bytes",
     "forward_flops_R": "forward_flops",
     "backward_flops_R": "backward_flops",
-    "forward_moved_R": "forward_moved_bytes",
-    "backward_moved_R": "backward_moved_bytes",
     "weight_flops_R": "weight_flops",
     "weight_R": "weight_bytes",
 }
@@ -183,8 +181,6 @@ class RegionCosts:
     first_recompute_backward_peak_R: FloatArray
     forward_flops_R: FloatArray
     backward_flops_R: FloatArray
-    forward_moved_R: FloatArray
-    backward_moved_R: FloatArray
     forward_work: RegionWork
     backward_work: RegionWork
     recompute_work: RegionWork

@@ -26,7 +26,7 @@ from lightning_mist.cost.inputs import (
     distinct,
     distinct_codes,
 )
-from lightning_mist.cost.memory.ownership import Away, Owners, Together
+from lightning_mist.cost.memory.ownership import Owners, Together
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan.sharding import BUCKET_BYTES
 
@@ -150,7 +150,7 @@ class Holdings:
         """Parameters that are there only for a forward, for a backward; those owned that are trained, and all."""
         ranges = zip(low_U.tolist(), high_U.tolist(), strict=True)
         found = [self.owners.of(*item, ranks) for item in ranges]
-        each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
+        each = [(*item.forward, *item.backward, item.trained, item.every) for item in found]
         found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
         return found_XU
 
@@ -212,11 +212,6 @@ class ByRange:
         # Codes ascend, and networks with them.
         self._column[code_U] = self._known_XU.shape[1] + np.arange(len(code_U))
         self._known_XU = np.concatenate(made, axis=1)
-
-
-def _of_places(away: Away) -> tuple[float, float, float, float]:
-    """The figures of all places; ``dataclasses.astuple`` copies each and takes ten times as long."""
-    return away.head, away.first, away.layers, away.tail
 
 
 class VariantHoldings(Holdings):

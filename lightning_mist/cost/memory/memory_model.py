@@ -261,8 +261,6 @@ class MemoryModel:
             start_K=candidates.start_K,
             middle_K=candidates.start_K + candidates.checkpointed_K,
             end_K=candidates.end_K,
-            is_first_K=candidates.start_K == 0,
-            is_last_K=candidates.end_K == self.spec.num_layers,
             gradient_bytes_K=held.trained_K,
             head_gradient_bytes_K=held.head_only_K,
             tail_gradient_bytes_K=held.tail_K,

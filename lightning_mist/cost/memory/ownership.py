@@ -16,6 +16,7 @@ Array axes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +34,7 @@ MOST = 1024
 """Stages whose owners are kept: 16 bytes per parameter each, so some megabytes for networks of hundreds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Away:
+class Away(NamedTuple):
     """Bytes that a computation needs of parameters that the device does not own, at most, by where in a stage it is.
 
     Attributes:

@@ -68,8 +68,6 @@ class StageRuns(ArrayRecord):
     start_K: IntArray
     middle_K: IntArray
     end_K: IntArray
-    is_first_K: BoolArray
-    is_last_K: BoolArray
     gradient_bytes_K: FloatArray
     head_gradient_bytes_K: FloatArray
     tail_gradient_bytes_K: FloatArray
@@ -272,7 +270,7 @@ class PassBytes:
         self._behind_JK = self._unit_JK + self._each(loads.size * lists.behind_JA)
         self._kept_JK = loads.values["kept"].take(self._unit_JK + self._each(loads.size * lists.kept_JA))
         # Behind the first stage the head is run too, as far as the batch alone determines it.
-        self.saved_K: FloatArray = np.where(runs.is_first_K, 0.0, loads.costs.shared_saved_bytes)
+        self.saved_K: FloatArray = np.where(runs.start_K == 0, 0.0, loads.costs.shared_saved_bytes)
         alive_JK = np.cumsum(self.count_JK * self._kept_JK, axis=0) + self.saved_K
         if len(alive_JK):
             self.saved_K = alive_JK[-1].copy()
@@ -316,7 +314,7 @@ class PassBytes:
         runs, costs = self.runs, self.loads.costs
         at = runs.end_K if costs.handed_R.ndim == 1 else (runs.variant_K, runs.end_K)
         handed_K = np.where(runs.middle_K == runs.end_K, costs.checkpointed_handed_R[at], costs.handed_R[at])
-        return handed_K * ~runs.is_last_K
+        return np.where(runs.end_K < self.loads.width - 2, handed_K, 0.0)
 
     def pending(self) -> FloatArray:
         """Gradients of an earlier backward that are under way until the first unit of the next one has run."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from lightning_mist.cost.memory import ALIGNMENT_BYTES, LEAST_BYTES
 from lightning_mist.model.spec import ModelSpec, bytes_at
@@ -17,7 +17,7 @@ from lightning_mist.schedule.stage_program import StageUnits
 from lightning_mist.schedule.stage_units import (
     ShardUnit,
     expanded_units,
-    offloaded_parameters,
+    moved_parameters,
     plan_units,
     updated_units,
 )
@@ -220,14 +220,13 @@ class ReplayedRank:
     @cached_property
     def moved(self) -> dict[str, frozenset[str]]:
         """By kind of state the parameters of which it is in host memory."""
-        offload = self.plan.stages[self.mesh.stage].offload
-        found = partial(offloaded_parameters, self.plan, self.module_map, self.mesh.stage)
+        found = moved_parameters(self.plan, self.module_map, self.mesh.stage)
         # What several chunks of this rank use has several sums, and stays.
         often = Counter(name for units in self.units.values() for unit in units for name in unit.reduced)
         return {
-            "parameters": found(offload.parameters, trained=False),
-            "gradients": frozenset(name for name in found(offload.gradients, trained=True) if often[name] == 1),
-            "optimizer": found(offload.optimizer, trained=True),
+            "parameters": found["P"],
+            "gradients": frozenset(name for name in found["G"] if often[name] == 1),
+            "optimizer": found["O"],
         }
 
     @property

@@ -66,8 +66,6 @@ def stages(rng, layers, variants, sharding):
         start_K=start_K,
         middle_K=middle_K,
         end_K=end_K,
-        is_first_K=start_K == 0,
-        is_last_K=end_K == layers,
         gradient_bytes_K=head_K + tail_K + rest_K,
         head_gradient_bytes_K=head_K,
         tail_gradient_bytes_K=tail_K,
@@ -221,7 +219,7 @@ def test_units_by_themselves_are_the_rows_of_a_stage():
     whole = PassBytes(loads, runs)
     for k in range(len(runs)):
         alone = PassBytes(loads, runs.take(np.array([k])), by_unit=True)
-        count = int(runs.end_K[k] - runs.start_K[k]) + int(runs.is_first_K[k]) + int(runs.is_last_K[k])
+        count = int(runs.end_K[k] - runs.start_K[k]) + int(runs.start_K[k] == 0) + int(runs.end_K[k] == 6)
         assert alone.count_JK.tolist() == [[1.0]] * count
         for name in ("forward_rows", "backward_rows", "first_backward_rows"):
             rows = getattr(alone, name)()
