@@ -11,7 +11,6 @@ order of buckets; which action completes which gradients the executor says.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +25,7 @@ from lightning_mist.plan.mesh import HeldParameter, Mesh, needs_spreading, sums_
 from lightning_mist.runtime.communication import TensorWork, Transport, Work
 from lightning_mist.runtime.offload import OffloadedGradients
 from lightning_mist.runtime.parameters import (
+    Begun,
     Bucket,
     EvenShards,
     FlatShard,
@@ -49,19 +49,47 @@ from lightning_mist.schedule.stage_units import ShardUnit
 # what they have added up.
 
 
-@dataclass(slots=True)
-class _Sum:
-    """What the owner of a bucket has received so far."""
+class _Owned:
+    """A bucket that is reduced whole, to its owner or to every rank; the same methods as :class:`FlatShard` has.
 
-    flat: Tensor | None = None
-    present: list[bool] = field(default_factory=list)
+    Attributes:
+        present: Which parameters had a gradient on this rank in the batch that runs.
+    """
 
-    def add(self, flat: Tensor, present: list[bool], dtype: torch.dtype) -> None:
-        if self.flat is None:
-            self.flat, self.present = flat.to(dtype), present
+    def __init__(self, bucket: Bucket, mesh: Mesh) -> None:
+        self.bucket = bucket
+        self._owner = None if bucket.owner is None else mesh.shard_peers[bucket.owner]
+        self._is_mine = bucket.owner in (None, mesh.shard_index)
+        self.fresh: Tensor | None = None
+        self.present: list[bool] = []
+
+    def begin(self, transport: Transport, group: tuple[int, ...], scale: float) -> Begun:
+        flat, had = self.bucket.take_gradients(scale=scale, ranks=len(group))
+        self.present = [one or other for one, other in zip(self.present or had, had, strict=True)]
+        if self._owner is None:
+            return transport.all_reduce(flat, group), lambda: flat
+        return transport.reduce(flat, self._owner, group), lambda: flat if self._is_mine else None
+
+    def add(self, flat: Tensor) -> None:
+        if self.fresh is None:
+            self.fresh = flat.to(gradient_dtype(self.bucket.parameters[0]))
         else:
-            self.flat += flat
-            self.present = [one or other for one, other in zip(self.present, present, strict=True)]
+            self.fresh += flat
+
+    def install(self) -> None:
+        """Give parameters their gradients; one that several chunks of this rank use has a sum of each."""
+        flat, present = self.fresh, self.present
+        self.forget()
+        if flat is None:
+            return
+        # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
+        counts = [1.0] * len(present) if all(present) else read(flat[self.bucket.numel :])
+        for parameter, view, count in zip(self.bucket.parameters, self.bucket.views(flat), counts, strict=True):
+            if count > 0:
+                parameter.grad = view if parameter.grad is None else parameter.grad.add_(view)
+
+    def forget(self) -> None:
+        self.fresh, self.present = None, []
 
 
 class UnitGradients:
@@ -77,37 +105,31 @@ class UnitGradients:
         even: EvenShards | None = None,
     ) -> None:
         self._mesh, self._transport, self._offloaded = mesh, transport, offloaded
-        self._even: dict[UnitKey, list[FlatShard]] = {key: [] for key in units}
-        for shard in () if even is None else even.trained:
-            for key in shard.flat.reduced:
-                self._even[key].append(shard)
-        self._shards = even
-        self._evenly: list[tuple[FlatShard, TensorWork]] = []
+        self._even = even
         names = frozenset[str]() if offloaded is None else offloaded.names
         self._group = tuple(sorted(mesh.shard_peers))
         self._replicates = tuple(sorted(mesh.replicate_peers))
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
-        dealt = {key: [name for name in unit.reduced if name in owners] for key, unit in units.items()}
-        self._of = {key: owned_buckets(found, parameters, owners, apart=names) for key, found in dealt.items()}
-        self._under_way: list[tuple[Bucket, Tensor, list[bool], Work]] = []
-        self._sums: dict[int, tuple[Bucket, _Sum]] = {}
+        evenly = () if even is None else even.trained
+        self._of: dict[UnitKey, list[FlatShard | _Owned]] = {}
+        self._owned: list[_Owned] = []
+        for key, unit in units.items():
+            dealt = [name for name in unit.reduced if name in owners]
+            owned = [_Owned(bucket, mesh) for bucket in owned_buckets(dealt, parameters, owners, apart=names)]
+            self._owned += owned
+            self._of[key] = [*(shard for shard in evenly if key in shard.flat.reduced), *owned]
+        self._under_way: list[tuple[FlatShard | _Owned, Begun]] = []
 
     def keep_layouts(self) -> None:
         """Remember the shapes and strides of the parameters, which are about to lose their memory."""
-        self._of = {key: [bucket.with_layouts() for bucket in buckets] for key, buckets in self._of.items()}
+        for item in self._owned:
+            item.bucket = item.bucket.with_layouts()
 
     def reduce(self, key: UnitKey) -> None:
         """Start to reduce a unit's gradients, which the parameters lose, once those before have arrived."""
         self.settle()
         scale = 1.0 / self._mesh.plan.num_loaders
-        for shard in self._even[key]:
-            buffer = shard.take_gradients(scale=scale, dtype=shard.bucket.parameters[0].dtype)
-            self._evenly.append((shard, self._transport.reduce_scatter(buffer, self._group)))
-        for bucket in self._of[key]:
-            flat, present = bucket.take_gradients(scale=scale, ranks=len(self._group))
-            assert bucket.owner is not None
-            work = self._transport.reduce(flat, self._mesh.shard_peers[bucket.owner], self._group)
-            self._under_way.append((bucket, flat, present, work))
+        self._under_way += [(item, item.begin(self._transport, self._group, scale)) for item in self._of[key]]
 
     @contextmanager
     def as_they_come(self) -> Iterator[None]:
@@ -125,9 +147,8 @@ class UnitGradients:
                 self.reduce(left.pop(0))
 
         with ExitStack() as stack:
-            for key, buckets in self._of.items():
-                together = [*buckets, *(shard.bucket for shard in self._even[key])]
-                missing[key] = {p for bucket in together for p in bucket.parameters if p.requires_grad}
+            for key, items in self._of.items():
+                missing[key] = {p for item in items for p in item.bucket.parameters if p.requires_grad}
                 for parameter in missing[key]:
                     hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
@@ -143,56 +164,39 @@ class UnitGradients:
         Raises:
             ScheduleError: If a parameter got a gradient after those of its unit were reduced for the last time.
         """
-        yield from (work for *_, work in self._under_way)
-        yield from (work for _, work in self._evenly)
+        yield from (work for _, (work, _) in self._under_way)
         self.settle()
-        for key, buckets in self._of.items():
-            for bucket in (*buckets, *(shard.bucket for shard in self._even[key])):
-                for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+        for items in self._of.values():
+            for item in items:
+                for name, parameter in zip(item.bucket.names, item.bucket.parameters, strict=True):
                     if parameter.grad is not None:
                         raise ScheduleError(
                             f"{name} got a gradient after the last reduction of its unit: a parameter's gradient must "
                             "be complete when the backward of the first layer that uses it has run"
                         )
-        sums, self._sums = self._sums, {}
         if len(self._replicates) > 1:
-            flats = [total.flat for _, total in sums.values()]
-            flats += [] if self._shards is None else [shard.fresh for shard in self._shards.trained]
+            flats = [item.fresh for item in self._owned]
+            flats += [] if self._even is None else [item.fresh for item in self._even.trained]
             yield from [self._transport.all_reduce(flat, self._replicates) for flat in flats if flat is not None]
-        gradients: dict[nn.Parameter, Tensor] = {}
-        for bucket, total in sums.values():
-            assert total.flat is not None
-            # Only an owner that lacks a gradient asks whether another rank had one: asking waits for the device.
-            counts = [1.0] * len(total.present) if all(total.present) else read(total.flat[bucket.numel :])
-            for parameter, view, count in zip(bucket.parameters, bucket.views(total.flat), counts, strict=True):
-                if count > 0:
-                    # A parameter that several chunks of this rank use has a sum of each.
-                    gradients[parameter] = gradients[parameter].add_(view) if parameter in gradients else view
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        if self._shards is not None:
-            yield from self._shards.finish()
+        for owned in reversed(self._owned):  # as backward has reached them
+            owned.install()
+        if self._even is not None:
+            yield from self._even.finish()
 
     def forget(self) -> None:
         """Drop everything, also what is under way."""
-        self._evenly.clear()
         self._under_way.clear()
-        self._sums.clear()
+        for item in self._owned:
+            item.forget()
 
     def settle(self) -> None:
         """Wait for what is under way, and add it up where it is owned."""
-        for shard, under_way in self._evenly:
-            piece = under_way.result()
-            if self._offloaded is None or not self._offloaded.arrived(shard.bucket, piece, shard.present):
-                shard.add(piece)
-        self._evenly.clear()
-        for bucket, flat, present, work in self._under_way:
+        for item, (work, result) in self._under_way:
             work.wait()
-            if bucket.owner != self._mesh.shard_index:
+            if (received := result()) is None:
                 continue
-            dtype = gradient_dtype(bucket.parameters[0])
-            if self._offloaded is None or not self._offloaded.arrived(bucket, flat, present):
-                self._sums.setdefault(id(bucket), (bucket, _Sum()))[1].add(flat, present, dtype)
+            if self._offloaded is None or not self._offloaded.arrived(item.bucket, received, item.present):
+                item.add(received)
         self._under_way.clear()
 
 
@@ -231,12 +235,12 @@ class GradientReducer:
         reduced = self.buckets if len(staying) == len(dealt) else _buckets_of(mesh, parameters, staying)
         places = {item.name: place for place, item in enumerate(trained)}
         evenly = () if even is None else [s for s in even.trained if s.flat.names[0] not in offloaded]
-        self._reduced: tuple[Bucket | FlatShard, ...] = tuple(
-            sorted((*reduced, *evenly), key=lambda item: max(places[name] for name in _bucket(item).names))
-        )
+        self._owned = [_Owned(bucket, mesh) for bucket in reduced]
+        self._reduced: list[FlatShard | _Owned] = [*self._owned, *evenly]
+        self._reduced.sort(key=lambda item: max(places[name] for name in item.bucket.names))
         self._trained = {item.name for item in trained}
         self._tied = [item for item in mesh.held if item.requires_grad and len(item.stages) > 1]
-        self._launched: list[tuple[Bucket, Tensor, list[bool], Work] | tuple[FlatShard, TensorWork]] = []
+        self._launched: list[Begun] = []
         self._ready: set[nn.Parameter] = set()
         self._hooks: list[Any] = []
 
@@ -265,6 +269,8 @@ class GradientReducer:
         self._hooks = []
         self._ready.clear()
         self._launched.clear()
+        for item in self._owned:
+            item.forget()
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -299,21 +305,18 @@ class GradientReducer:
         if self._units is not None:
             yield from self._units.finish()
             return
-        for bucket in self._reduced[len(self._launched) :]:
-            self._launch(bucket)
-        for launched in self._launched:
-            yield launched[-1]
-            _refuse_late(_bucket(launched[0]))
-            if len(launched) == 2:
-                shard, piece = launched[0], launched[1].result()
-                if len(self._replicates) > 1:
-                    yield self._transport.all_reduce(piece, self._replicates)
-                shard.add(piece)
+        for item in self._reduced[len(self._launched) :]:
+            self._launch(item)
+        for item, (work, result) in zip(self._reduced, self._launched, strict=True):
+            yield work
+            _refuse_late(item.bucket)
+            if (received := result()) is None:
                 continue
-            bucket, flat, present, _ = launched
-            if len(self._replicates) > 1 and bucket.owner == self._mesh.shard_index:
-                yield self._transport.all_reduce(flat, self._replicates)
-            self._install(bucket, flat, present)
+            if len(self._replicates) > 1:
+                yield self._transport.all_reduce(received, self._replicates)
+            item.add(received)
+        for owned in self._owned:
+            owned.install()
         if self._even is not None:
             yield from self._even.finish()
         self.disarm()
@@ -371,9 +374,8 @@ class GradientReducer:
         """Remember the shapes and strides of the parameters, of which some may lose their memory now."""
         if not self.buckets or not self.buckets[0].layouts:
             self.buckets = tuple(bucket.with_layouts() for bucket in self.buckets)
-            self._reduced = tuple(
-                item if isinstance(item, FlatShard) else item.with_layouts() for item in self._reduced
-            )
+            for item in self._owned:
+                item.bucket = item.bucket.with_layouts()
 
     def gather_parameters(self, home: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[Work]:
         """Give every data-parallel rank the parameters that their owners updated (ZeRO-1, ZeRO-2).
@@ -399,33 +401,14 @@ class GradientReducer:
     def _launch_ready(self) -> None:
         # Buckets leave in one order on every rank, whatever the order in which they fill.
         while len(self._launched) < len(self._reduced):
-            bucket = self._reduced[len(self._launched)]
+            item = self._reduced[len(self._launched)]
             # The last to come is the last of its bucket, mostly.
-            if not all(parameter in self._ready for parameter in reversed(_bucket(bucket).parameters)):
+            if not all(parameter in self._ready for parameter in reversed(item.bucket.parameters)):
                 return
-            self._launch(bucket)
+            self._launch(item)
 
-    def _launch(self, bucket: Bucket | FlatShard) -> None:
-        scale = 1.0 / self._mesh.plan.num_loaders
-        if isinstance(bucket, FlatShard):
-            buffer = bucket.take_gradients(scale=scale, dtype=bucket.bucket.parameters[0].dtype)
-            reduced = self._transport.reduce_scatter(buffer, self._group)
-            self._launched.append((bucket, reduced))
-            return
-        flat, present = bucket.take_gradients(scale=scale, ranks=len(self._group))
-        if bucket.owner is None:
-            work = self._transport.all_reduce(flat, self._group)
-        else:
-            work = self._transport.reduce(flat, self._mesh.shard_peers[bucket.owner], self._group)
-        self._launched.append((bucket, flat, present, work))
-
-    def _install(self, bucket: Bucket, flat: Tensor, present: list[bool]) -> None:
-        if bucket.owner not in (None, self._mesh.shard_index):
-            return
-        # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
-        counts = [1.0] * len(present) if all(present) else read(flat[bucket.numel :])
-        for parameter, view, count in zip(bucket.parameters, bucket.gradients(flat), counts, strict=True):
-            parameter.grad = view if count > 0 else None
+    def _launch(self, item: FlatShard | _Owned) -> None:
+        self._launched.append(item.begin(self._transport, self._group, 1.0 / self._mesh.plan.num_loaders))
 
     def _check_known(self) -> None:
         for name, parameter in self._parameters.items():
@@ -434,10 +417,6 @@ class GradientReducer:
                     f"{name} has a gradient, but did not require one when the plan was made: the set of trained "
                     "parameters must stay as it was; plan again after unfreezing"
                 )
-
-
-def _bucket(item: Bucket | FlatShard) -> Bucket:
-    return item.bucket if isinstance(item, FlatShard) else item
 
 
 def _refuse_late(bucket: Bucket) -> None:

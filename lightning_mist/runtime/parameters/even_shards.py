@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from lightning_mist.runtime.parameters.flat_parts import FlatPart
 from lightning_mist.schedule.flats import Flat
 from lightning_mist.schedule.stage_program import Key
 from lightning_mist.tensors import is_hollow
+
+Begun: TypeAlias = tuple[Work, Callable[[], Tensor | None]]
+"""A reduction that has begun, and what gives, when it is complete, what of it is this rank's; None if nothing is."""
 
 
 class FlatShard:
@@ -140,14 +144,15 @@ class FlatShard:
         for known in self._stand_ins.values():
             known.piece = None
 
-    def take_gradients(self, *, scale: float, dtype: torch.dtype) -> Tensor:
-        """Move the parameters' gradients, times ``scale``, into a buffer of the type in which they travel."""
-        buffer = self.buffer(dtype)
+    def begin(self, transport: Transport, group: tuple[int, ...], scale: float) -> Begun:
+        """Begin to reduce the parameters' gradients, which they lose, times ``scale``."""
+        buffer = self.buffer(self.bucket.parameters[0].dtype)
         whole = buffer.view(-1)
         self.zero_gaps(whole)
         had = self.bucket.move_gradients(self.views(whole), whole, scale=scale, ranks=self.flat.degree)
         self.present = [one or other for one, other in zip(self.present, had, strict=True)]
-        return buffer
+        work = transport.reduce_scatter(buffer, group)
+        return work, work.result
 
     def zero_gaps(self, whole: Tensor) -> None:
         """Let a whole buffer be zero where no parameter is."""
