@@ -140,31 +140,31 @@ def check_entries(tensor: Tensor, group: Sequence[int]) -> None:
 
 
 class _PendingWork:
-    """A torch work and the tensors that must stay alive until it is complete."""
+    """Torch's works, if any, and the tensors that must stay alive until they are complete."""
 
-    __slots__ = ("_tensors", "_work")
+    __slots__ = ("_tensors", "_works")
 
-    def __init__(self, work: Any, *tensors: Tensor) -> None:
-        self._work, self._tensors = work, tensors
+    def __init__(self, works: Sequence[Any], *tensors: Tensor) -> None:
+        self._works, self._tensors = works, tensors
 
     def is_completed(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         # A gloo message must not be waited for twice, and its buffer is free from here on.
-        work, self._work = self._work, None
-        if work is not None:
+        works, self._works = self._works, ()
+        for work in works:
             work.wait()
         self._tensors = ()
 
 
 class _PendingResult(_PendingWork):
-    """A torch work that fills a new tensor, or objects that have been gathered."""
+    """Works that fill a new tensor, or objects that have been gathered."""
 
     __slots__ = ("_output",)
 
-    def __init__(self, work: Any, output: Any, *tensors: Tensor) -> None:
-        super().__init__(work, *tensors)
+    def __init__(self, works: Sequence[Any], output: Any, *tensors: Tensor) -> None:
+        super().__init__(works, *tensors)
         self._output = output
 
     def result(self) -> Any:
@@ -173,15 +173,15 @@ class _PendingResult(_PendingWork):
 
 
 class _PendingSum(_PendingResult):
-    """A torch work that brings rows of which the sum is wanted."""
+    """Works that bring rows of which the sum is wanted: in the first of two, whose memory that is alone."""
 
     __slots__ = ()
 
     def result(self) -> Any:
         """The sum; asked for once, and the rows are let go of."""
         self.wait()
-        (first, second, *others), self._output = self._output.unbind(), None
-        total = first + second
+        (first, second, *others), self._output = self._output, None
+        total = first + second if others else first.add_(second)
         for row in others:
             total += row
         return total
@@ -282,11 +282,12 @@ class DistributedTransport:
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         check_contiguous(tensor, "send")
         channel = self._channel(self.rank, destination, tensor)
-        return _PendingWork(dist.isend(tensor, destination, group=channel, tag=tag), tensor)
+        return _PendingWork((dist.isend(tensor, destination, group=channel, tag=tag),), tensor)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         check_contiguous(tensor, "receive")
-        return _PendingWork(dist.irecv(tensor, source, group=self._channel(source, self.rank, tensor), tag=tag), tensor)
+        channel = self._channel(source, self.rank, tensor)
+        return _PendingWork((dist.irecv(tensor, source, group=channel, tag=tag),), tensor)
 
     def _channel(self, source: int, destination: int, tensor: Tensor) -> Any:
         """What a message travels on."""
@@ -300,65 +301,75 @@ class DistributedTransport:
     def all_reduce(self, tensor: Tensor, group: Sequence[int], reduction: Reduction = "sum") -> Work:
         check_contiguous(tensor, "all-reduce")
         if len(group) == 1:
-            return _PendingWork(None)
+            return _PendingWork(())
         operation = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
-        return _PendingWork(
-            dist.all_reduce(tensor, operation, group=self._group_of(tensor, group), async_op=True), tensor
-        )
+        work = dist.all_reduce(tensor, operation, group=self._group_of(tensor, group), async_op=True)
+        return _PendingWork((work,), tensor)
 
     def all_gather(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
         check_contiguous(tensor, "all-gather")
         if len(group) == 1:
-            return _PendingResult(None, tensor.detach().clone().unsqueeze(0))
+            return _PendingResult((), tensor.detach().clone().unsqueeze(0))
         output = torch.empty((len(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         # The flat form is the one that every backend takes.
         work = _ALL_GATHER(output.view(-1), tensor.view(-1), group=self._group_of(tensor, group), async_op=True)
-        return _PendingResult(work, output, tensor)
+        return _PendingResult((work,), output, tensor)
 
     def all_gather_into(self, tensor: Tensor, group: Sequence[int]) -> Work:
         check_contiguous(tensor, "all-gather")
-        own = tensor.view(len(group), -1)[list(group).index(self.rank)]
-        return _PendingWork(
-            _ALL_GATHER(tensor.view(-1), own, group=self._group_of(tensor, group), async_op=True), tensor
-        )
+        rows, handle = tensor.view(len(group), -1), self._group_of(tensor, group)
+        if tensor.is_cpu:
+            # Gloo's own gathers into memory of its own first, and copies that.
+            pairs = zip(rows, group, strict=True)
+            return _PendingWork([dist.broadcast(row, rank, group=handle, async_op=True) for row, rank in pairs], tensor)
+        own = rows[list(group).index(self.rank)]
+        return _PendingWork((_ALL_GATHER(tensor.view(-1), own, group=handle, async_op=True),), tensor)
 
     def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
         check_contiguous(tensor, "reduce-scatter")
         check_entries(tensor, group)
         if len(group) == 1:
-            return _PendingResult(None, tensor.detach()[0].clone())
+            return _PendingResult((), tensor.detach()[0].clone())
         handle = self._group_of(tensor, group)
         if self._is_host:
             # Gloo's own costs as much as an all-reduce; sums in the order of ranks are the same however many there are.
+            if len(group) == 2:
+                # What is its own a rank need not send to itself.
+                own = list(group).index(self.rank)
+                row = torch.empty_like(tensor[own])
+                sizes = [row.numel() * (rank != own) for rank in range(2)]
+                sent = tensor[1 - own].view(-1)
+                work = dist.all_to_all_single(row.view(-1), sent, sizes, sizes, group=handle, async_op=True)
+                return _PendingSum((work,), (row, tensor[own]), tensor)
             rows = torch.empty_like(tensor)
             work = dist.all_to_all_single(rows.view(-1), tensor.view(-1), group=handle, async_op=True)
-            return _PendingSum(work, rows, tensor)
+            return _PendingSum((work,), rows.unbind(), tensor)
         output = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
         work = _REDUCE_SCATTER(output.view(-1), tensor.view(-1), group=handle, async_op=True)
-        return _PendingResult(work, output, tensor)
+        return _PendingResult((work,), output, tensor)
 
     def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
         check_contiguous(tensor, "reduce")
         if len(group) == 1:
-            return _PendingWork(None)
-        return _PendingWork(
-            dist.reduce(tensor, destination, group=self._group_of(tensor, group), async_op=True), tensor
-        )
+            return _PendingWork(())
+        work = dist.reduce(tensor, destination, group=self._group_of(tensor, group), async_op=True)
+        return _PendingWork((work,), tensor)
 
     def broadcast(self, tensor: Tensor, source: int, group: Sequence[int]) -> Work:
         check_contiguous(tensor, "broadcast")
         if len(group) == 1:
-            return _PendingWork(None)
-        return _PendingWork(dist.broadcast(tensor, source, group=self._group_of(tensor, group), async_op=True), tensor)
+            return _PendingWork(())
+        work = dist.broadcast(tensor, source, group=self._group_of(tensor, group), async_op=True)
+        return _PendingWork((work,), tensor)
 
     def all_gather_object(self, value: Any, group: Sequence[int]) -> ObjectWork:
         """Give every rank of the group the picklable values of all, in group order. Blocks until they are there."""
         if len(group) == 1:
-            return _PendingResult(None, [value])
+            return _PendingResult((), [value])
         handle = self._group(group, self._object_groups)
         found: list[Any] = [None] * len(group)
         dist.all_gather_object(found, value, group=handle)
-        return _PendingResult(None, found)
+        return _PendingResult((), found)
 
     def _group_of(self, tensor: Tensor, ranks: Sequence[int]) -> Any:
         """The group for a tensor: on a device's run host tensors travel as objects do."""
