@@ -41,34 +41,39 @@ class FlatShard:
         kept: The piece of what is computed with under ZeRO-3; may be ``updated``.
         gradient: The piece of the gradients that the parameters have.
         fresh: Of those of the batch that runs, or has just run; none of a parameter is zeros.
+        mine: Indices of the parameters of which something lies in this rank's piece.
+        foreign: Those of which something lies in another's.
     """
 
     def __init__(self, flat: Flat, bucket: Bucket, parts: Sequence[FlatPart]) -> None:
         self.flat, self.bucket, self.parts = flat, bucket, parts
         self.shapes = [part.inner_shape for part in parts]
-        # Each parameter's elements, and what lies between them and the next one's.
+        # Shape, strides and start of each parameter, and of what of it is this rank's, and what lies between them.
+        strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
+        self._places = list(zip(self.shapes, strides, flat.starts, strict=False))
+        first, sizes = parts[0].place * flat.piece, [high - low for low, high in (part.span for part in parts)]
+        starts = [min(max(start - first, 0), flat.piece) for start in flat.starts]
+        self._own_places = [((size,), (1,), start) for size, start in zip(sizes, starts, strict=False)]
         ends = [start + size for start, size in zip(flat.starts, flat.sizes, strict=False)]
-        self._splits = _with_gaps(flat.starts[:-1], ends, flat.piece * flat.degree)
-        first = parts[0].place * flat.piece
-        cut = [min(max(place - first, 0), flat.piece) for place in (*flat.starts[:-1], *ends)]
-        self._own_splits = _with_gaps(cut[: len(parts)], cut[len(parts) :], flat.piece)
+        gaps = zip(ends, (*flat.starts[1:-1], flat.piece * flat.degree), strict=True)
+        self._gaps = [slice(end, then) for end, then in gaps if end < then]
         self.updated: Tensor | None = None
         self.home: Tensor | None = None
         self.kept: Tensor | None = None
         self.gradient: Tensor | None = None
         self.fresh: Tensor | None = None
         self.present = [False] * len(parts)
-        self._mine = [index for index, part in enumerate(parts) if part.is_mine]
+        self.mine = [index for index, part in enumerate(parts) if part.is_mine]
+        self.foreign = [index for index, part in enumerate(parts) if part.span != (0, flat.sizes[index])]
         self._stand_ins: dict[int, AbsentGradient] = {}
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """A view of each parameter's place in a whole buffer."""
-        parts = torch.split(buffer, self._splits)[: 2 * len(self.shapes) : 2]
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return _views(buffer, self._places)
 
     def pieces(self, own: Tensor) -> list[Tensor]:
         """A view of what of each parameter lies in this rank's piece."""
-        return list(torch.split(own, self._own_splits)[: 2 * len(self.parts) : 2])
+        return _views(own, self._own_places)
 
     def keep(self, own: Tensor, values: Sequence[Tensor]) -> None:
         """Fill a piece from whole values, in the order of the parameters, as far as these are here."""
@@ -104,7 +109,7 @@ class FlatShard:
 
     def check(self) -> None:
         """Refuse what somebody put in place of gradients that ranks share out, or of a parameter's memory."""
-        for index in self._mine:
+        for index in self.mine:
             parameter = self.bucket.parameters[index]
             is_known = parameter.grad is None or type(parameter.grad) is AbsentGradient
             # What is elsewhere has one number for all of its values.
@@ -119,7 +124,7 @@ class FlatShard:
         """Let parameters be, and have gradients of, what lies in this rank's piece; gives what they were, and had."""
         own = None if self.updated is None else self.pieces(self.updated)
         before = []
-        for index in self._mine:
+        for index in self.mine:
             parameter = self.bucket.parameters[index]
             before.append((parameter, value := parameter.data, stand_in := parameter.grad))
             parameter.grad = None
@@ -131,7 +136,7 @@ class FlatShard:
         """Let something stand for the gradients that are there."""
         assert self.gradient is not None
         pieces = self.pieces(self.gradient)
-        for index in self._mine:
+        for index in self.mine:
             if there[index]:
                 parameter, known = self.bucket.parameters[index], self._stand_ins.get(index)
                 if known is None or known.dtype is not parameter.dtype:
@@ -156,8 +161,8 @@ class FlatShard:
 
     def zero_gaps(self, whole: Tensor) -> None:
         """Let a whole buffer be zero where no parameter is."""
-        for gap in torch.split(whole, self._splits)[1::2]:
-            gap.zero_()
+        for gap in self._gaps:
+            whole[gap].zero_()
 
     def add(self, piece: Tensor) -> None:
         """Add what ranks have reduced to this one."""
@@ -167,10 +172,9 @@ class FlatShard:
             self.fresh += piece
 
 
-def _with_gaps(starts: Sequence[int], ends: Sequence[int], numel: int) -> list[int]:
-    """How many elements each of several ranges has, and how many lie between its end and what follows it."""
-    follows = zip(starts, ends, (*starts[1:], numel), strict=True)
-    return [count for start, end, then in follows for count in (end - start, then - end)]
+def _views(buffer: Tensor, places: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> list[Tensor]:
+    first = buffer.storage_offset()
+    return [buffer.as_strided(shape, stride, first + start) for shape, stride, start in places]
 
 
 class EvenShards:
@@ -281,18 +285,17 @@ class EvenShards:
         for shard in self.trained if shards is None else shards:
             values = shard.computed_with(computed)
             buffer = shard.buffer(values[0].dtype)
-            own = buffer[shard.parts[0].place]
+            views = shard.views(buffer)
             if shard.updated is None:
-                shard.keep(own, values)
+                # What of them is not its own will be overwritten.
+                _copy(views, values, shard.mine)
             else:
-                own.copy_(shard.updated)
+                buffer[shard.parts[0].place].copy_(shard.updated)
             work = self._transport.all_gather_into(buffer, self._mesh.shard_peers)
-            yield work, partial(_receive, shard, buffer, computed)
+            # What this rank has updated whole it has already, where that is what it computes with.
+            yield work, partial(_copy, values, views, range(len(views)) if computed else shard.foreign)
 
 
-def _receive(shard: FlatShard, buffer: Tensor, computed: Mapping[str, Tensor]) -> None:
-    triples = zip(shard.computed_with(computed), shard.views(buffer.view(-1)), shard.parts, strict=True)
-    # What this rank has updated whole it has already, where that is what it computes with.
-    new = [(value, view) for value, view, part in triples if part.span[1] - part.span[0] < view.numel() or computed]
-    if new:
-        torch._foreach_copy_([value for value, _ in new], [view for _, view in new])
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor], indices: Sequence[int]) -> None:
+    if indices:
+        torch._foreach_copy_([targets[index] for index in indices], [sources[index] for index in indices])
