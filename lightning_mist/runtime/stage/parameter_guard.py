@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -128,10 +129,26 @@ class WrittenWeights:
         watched = trained if is_given_out and is_whole else parameters
         self._watched = {} if module_map.writes == "seen" else watched
         self._trained, self._group, self._before = trained, tuple(sorted(mesh.shard_peers)), list[int]()
+        self._is_given_out, self._places = is_given_out, list[int]()
 
     def begin(self) -> None:
-        """A batch begins."""
+        """A batch begins; raises PlanError if weights that other ranks update share memory."""
         self._before = [parameter._version for parameter in self._watched.values()]
+        if self._is_given_out:
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        before, self._places = self._places, [parameter.data_ptr() for parameter in self._trained.values()]
+        if before == self._places:
+            return
+        here = [(name, p) for name, p in self._trained.items() if p.numel() and not is_hollow(p)]
+        spans = sorted((p.data_ptr(), p.nbytes, name) for name, p in here)
+        for (start, size, name), (then, _, other) in pairwise(spans):
+            if then < start + size:
+                raise PlanError(
+                    f"{name} and {other} have come to lie in the same memory: ranks update them apart, and of two "
+                    "updates one would be lost. Share one parameter before fit, or use zero_stage = 0"
+                )
 
     def check(self) -> None:
         """Raise PlanError if the step has written into a parameter since, which it did not when it was traced."""
