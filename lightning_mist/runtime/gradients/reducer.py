@@ -85,7 +85,7 @@ class _Owned:
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
         counts = [1.0] * len(present) if all(present) else read(flat[self.bucket.numel :])
         for parameter, view, count in zip(self.bucket.parameters, self.bucket.views(flat), counts, strict=True):
-            if count > 0:
+            if count != 0:
                 parameter.grad = view if parameter.grad is None else parameter.grad.add_(view)
 
     def forget(self) -> None:
@@ -467,6 +467,6 @@ def _with_presence(parameter: nn.Parameter) -> Tensor:
 
 
 def _install_one(parameter: nn.Parameter, flat: Tensor, part: Part | None = None) -> None:
-    if parameter.grad is None and not flat[-1] > 0:
+    if parameter.grad is None and flat[-1] == 0:
         return
     parameter.grad = flat[:-1].view(parameter.shape) if part is None else part.take(flat[:-1].view(part.shape))

@@ -458,7 +458,7 @@ class OffloadedGradients:
             return present
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
         self._streams.settle()
-        return [count > 0 for count in home[len(home) - len(present) :].tolist()]
+        return [count != 0 for count in home[len(home) - len(present) :].tolist()]
 
 
 def _either(one: list[bool], other: list[bool]) -> list[bool]:
