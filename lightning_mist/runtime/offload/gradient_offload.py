@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.errors import ScheduleError
+from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import TensorWork, Transport, Work
@@ -341,6 +341,11 @@ class OffloadedGradients:
             for index, is_there in enumerate(self._there(item, item.home, item.present)):
                 if item.even is None or item.even.parts[index].is_mine:
                     parameter = item.bucket.parameters[index]
+                    if parameter.grad is not None and type(parameter.grad) is not AbsentGradient:
+                        raise PlanError(
+                            f"the gradient of {item.bucket.names[index]} was replaced while its values are in host "
+                            "memory: put gradients there under a plan with offload.gradients = 0"
+                        )
                     parameter.grad = AbsentGradient.of(parameter) if is_there else None
 
     def _put_together(self, factor: Tensor) -> None:

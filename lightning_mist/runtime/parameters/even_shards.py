@@ -246,6 +246,7 @@ class EvenShards:
         for shard in self.trained:
             if shard.fresh is None:
                 continue
+            shard.check()
             if not (factor.device.type == "cpu" and factor == 1.0):
                 shard.fresh.mul_(factor)
             had = [parameter.grad is not None for parameter in shard.bucket.parameters]
