@@ -50,6 +50,7 @@ class _Shard:
 
     Attributes:
         first: The first unit that uses them.
+        is_trained: Whether they were when training began: what is frozen later may have an update before it.
         even: This rank's piece of them where they are shared out evenly.
         has_master: Whether what is computed with is cast, where it is owned, from what the optimizer updates.
         is_resident: Whether the values are here all the time.
@@ -72,6 +73,7 @@ class _Shard:
     ) -> None:
         self.bucket, self.first, self.is_owned, self._where, self.even = bucket, first, is_owned, where, even
         self.is_offloaded = is_offloaded and (is_owned or even is not None)
+        self.is_trained = bucket.parameters[0].requires_grad
         self.has_master = has_master
         self.is_resident = is_owned and not is_offloaded
         self.users = 0
@@ -450,7 +452,7 @@ class UnitShards:
     def _updated(self, key: UnitKey) -> list[_Shard]:
         """What is updated with a unit: of parameters that several units use, the first of these."""
         shards = [shard for shard in self._of.get(key, ()) if shard.is_offloaded and shard.first == key]
-        return [shard for shard in shards if shard.bucket.parameters[0].requires_grad]
+        return [shard for shard in shards if shard.is_trained]
 
     def _fetch(self, shard: _Shard) -> None:
         if not shard.is_resident:
