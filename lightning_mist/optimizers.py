@@ -110,7 +110,7 @@ def looks_around(optimizer: Optimizer) -> str | None:
     name, replaced, attribute = type(optimizer).__name__, replaced_methods(optimizer), _at_hand(optimizer)
     if replaced:
         why = f"{', '.join(replaced)} was put on the {name} object in place of its class's own"
-    elif _has_step_hooks(optimizer):
+    elif step_hooks(optimizer):
         why = f"hooks run around the steps of {name}"
     elif attribute is not None:
         why = f"{name} has all parameters at hand in its attribute {attribute}"
@@ -171,14 +171,15 @@ def is_torchs(optimizer: Optimizer) -> bool:
     while step is not None and _is_torchs_code(step):
         step = getattr(step, "__wrapped__", None)
     is_its_class = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
-    return step is None and is_its_class and not replaced_methods(optimizer) and not _has_step_hooks(optimizer)
+    return step is None and is_its_class and not replaced_methods(optimizer) and not step_hooks(optimizer)
 
 
-def _has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks run around its steps, its own or, but for those of torch's profiler, those of all optimizers."""
-    own = [vars(optimizer).get(f"{_HOOKS}step_{place}_hooks") for place in ("pre", "post")]
+def step_hooks(optimizer: Optimizer) -> list[Any]:
+    """The hooks around its steps: its own and, but for those of torch's profiler, those of all optimizers."""
+    own = [vars(optimizer).get(f"{_HOOKS}step_{place}_hooks") or {} for place in ("pre", "post")]
     everyones = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    return any(own) or not all(map(_is_torchs_code, everyones))
+    found = [hook for registry in own for hook in registry.values()]
+    return found + [hook for hook in everyones if not _is_torchs_code(hook)]
 
 
 def _is_torchs_code(function: Any) -> bool:

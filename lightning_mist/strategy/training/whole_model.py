@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_mist.errors import PlanError
 from lightning_mist.leaves import on_host
 from lightning_mist.model.user_code import is_lightnings
-from lightning_mist.optimizers import replaced_methods
+from lightning_mist.optimizers import replaced_methods, step_hooks
 from lightning_mist.plan import ModuleMap
 from lightning_mist.runtime.communication import DistributedTransport, Transport, complete, told
 from lightning_mist.runtime.executor import Executor
@@ -69,6 +69,7 @@ class OwnedOptimizer:
         if self._offloaded is not None:
             executor.take_update(self._offloaded)
         self._steps = None if self._even is None or self._offloaded is not None else UnitSteps(optimizer, self._update)
+        self._known = step_hooks(optimizer) if shares or mesh.plan.num_stages > 1 else None
 
     def _update(self) -> None:
         assert self._even is not None
@@ -106,8 +107,10 @@ class OwnedOptimizer:
         return ask
 
     def check(self) -> None:
-        """Raise PlanError if somebody has put a method on the optimizer since the plan was made."""
-        if names := ", ".join(replaced_methods(self.cut.optimizer)):
+        """Raise PlanError if somebody has put a method on the optimizer, or hooks, since the plan was made."""
+        late = [] if self._known is None else [h for h in step_hooks(self.cut.optimizer) if h not in self._known]
+        hooks = [f"hook {getattr(hook, '__qualname__', hook)}" for hook in late]
+        if names := ", ".join((*replaced_methods(self.cut.optimizer), *hooks)):
             raise PlanError(
                 f"{names} was put on the {type(self.cut.optimizer).__name__} object in training: it would see this "
                 "rank's part of the parameters; put it there in configure_optimizers, where the plan respects it, or "
