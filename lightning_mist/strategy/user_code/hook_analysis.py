@@ -18,6 +18,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_mist.attributes import entries, is_a, of_class, unwrapped, wrapped
 from lightning_mist.model.user_code import (
@@ -266,6 +267,11 @@ class _Walk:
         if isinstance(source, ast.Call) and is_pair and source.args and ast.unparse(source.func) == "enumerate":
             assert isinstance(target, ast.Tuple)
             target, source = target.elts[1], source.args[0]
+        is_zip = isinstance(source, ast.Call) and isinstance(target, ast.Tuple) and ast.unparse(source.func) == "zip"
+        if is_zip and len(source.args) == len(target.elts):  # type: ignore[attr-defined]
+            for each, item in zip(target.elts, source.args, strict=True):  # type: ignore[attr-defined]
+                self._bind(each, item)
+            return
         found = self.value(source)
         if isinstance(found, Groups) and not found.is_one and isinstance(target, ast.Name):
             self._names[target.id] = Groups(is_one=True)
@@ -465,7 +471,10 @@ class _Walk:
             every = self._all.optimizers
             return Known(every[0] if len(every) == 1 else every)
         held = [value for value in (*arguments, *keywords.values()) if value is not None and self._all.holds(value)]
-        if held or (name not in MODULE_METHODS if is_modules else self._all.holds(owner)):
+        # Of learning-rate schedules what is a library's sets rates.
+        is_known = is_a(owner, LRScheduler) or (is_above and name == "zero_grad" and self._all.is_optimizer(owner))
+        is_away = self._all.holds(owner) and not is_known
+        if held or (name not in MODULE_METHODS if is_modules else is_away):
             self._reached(node, function, is_state=self._is_state(*held))
         return None
 

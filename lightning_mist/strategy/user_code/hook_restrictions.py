@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.attributes import is_a, of_class, stored, wrapped
-from lightning_mist.model.user_code import Code, code_of, is_lightnings, names_in
+from lightning_mist.model.user_code import Code, code_of, is_library, is_lightnings, names_in
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import Reasons, exclusions_of
 from lightning_mist.strategy.user_code.fit_objects import FitObjects, Known
@@ -62,6 +62,9 @@ _OF_EVALUATION = (
     "on_{}_epoch_end", "on_{}_end",
 )  # fmt: skip
 
+_OF_SCHEDULES = ("step", "get_lr", "_get_closed_form_lr")
+"""What runs in training of a learning-rate schedule, if its class has its own; of an optimizer ``zero_grad`` does."""
+
 _OF_WRITERS = ("write_on_batch_end", "write_on_epoch_end")
 """What Lightning's writers of predictions call of their own."""
 
@@ -87,7 +90,7 @@ _OF_MASTERS: Mapping[Feature, Feature] = {
 }
 """What leaves a rank's device without some masters, by what leaves it without some parameters."""
 
-_BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
+_BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "zero_grad", "backward")
 """Hooks that run between forward and backward, which are one under every plan but plain data parallelism."""
 
 
@@ -130,10 +133,15 @@ def _with_hooks(trainer: Any) -> list[Any]:
 
 
 def _looks(trainer: Any, objects: FitObjects) -> Reasons:
-    for item in _with_hooks(trainer):
-        for name in (*_IN_TRAINING, *_IN_VALIDATION):
+    schedules = [config.scheduler for config in getattr(objects.strategy, "lr_scheduler_configs", ())]
+    own = [(item, name) for item in schedules for name in _OF_SCHEDULES]
+    own += [(item, "zero_grad") for item in objects.optimizers]
+    # Those of packages set rates, and clear gradients.
+    beside = [(item, (name,)) for item, name in own if not is_library(of_class(item, name))]
+    for item, names in (*((item, (*_IN_TRAINING, *_IN_VALIDATION)) for item in _with_hooks(trainer)), *beside):
+        for name in names:
             used = _look(item, name, objects)
-            if used is not None and (name in _IN_TRAINING or not used[0].startswith("parameters")):
+            if used is not None and (name not in _IN_VALIDATION or not used[0].startswith("parameters")):
                 whole, code = used
                 where = f"{name} of {type(item).__name__}"
                 reason = f"{where} may use {whole} ({code}), which would not all be on every rank's device"

@@ -14,7 +14,13 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback,
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 
-from lightning_mist.strategy.user_code.hook_restrictions import _EVERY, GRADIENTS_AWAY, PARAMETERS_AWAY, user_exclusions
+from lightning_mist.strategy.user_code.hook_restrictions import (
+    _EVERY,
+    GRADIENTS_AWAY,
+    PARAMETERS_AWAY,
+    STATE_AWAY,
+    user_exclusions,
+)
 
 PATH = []
 
@@ -38,13 +44,14 @@ class Net(pl.LightningModule):
         return torch.stack([p.norm() for p in self.parameters()]).norm()
 
 
-def found(*callbacks, module=None, datamodule=None, **options):
+def found(*callbacks, module=None, datamodule=None, kind=torch.optim.SGD, schedule=None, **options):
     module = module or Net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = kind(module.parameters(), lr=0.1)
+    schedules = [] if schedule is None else [SimpleNamespace(scheduler=schedule(optimizer))]
     trainer = SimpleNamespace(
         lightning_module=module,
         callbacks=list(callbacks),
-        strategy=SimpleNamespace(model=module),
+        strategy=SimpleNamespace(model=module, lr_scheduler_configs=schedules),
         datamodule=datamodule,
         model=module,
         optimizers=[optimizer],
@@ -458,6 +465,73 @@ def test_hooks_on_parameters_see_parts_of_gradients():
     assert found(module=net)[0] == {"pipeline", "tensor", "microbatches"}
     net.head.bias.register_post_accumulate_grad_hook(print)
     assert set(GRADIENTS_AWAY) < found(module=net)[0]
+
+
+class Warm(torch.optim.lr_scheduler.LRScheduler):
+    """Written as people write them, around another."""
+
+    def __init__(self, optimizer):
+        optimizer._opt_called = True
+        self.behind = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [rate * self.last_epoch for rate, group in zip(self.base_lrs, self.optimizer.param_groups, strict=True)]
+
+    def step(self, epoch=None):
+        if self.last_epoch >= 0:
+            self.behind.step()
+        super().step(epoch)
+        for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self.get_lr(), strict=True)):
+            group["lr"] = rate / (number + 1)
+
+
+class Restarts(torch.optim.lr_scheduler.LambdaLR):
+    """Forgets moments."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def step(self, epoch=None):
+        super().step(epoch)
+        self.optimizer.state.clear()
+
+
+class ByNorm(Restarts):
+    step = torch.optim.lr_scheduler.LambdaLR.step
+
+    def get_lr(self):
+        return [1 / sum(float(p.detach().norm()) for p in group["params"]) for group in self.optimizer.param_groups]
+
+
+class Clears(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            group["cleared"] = True
+        super().zero_grad(set_to_none)
+
+
+class Clamps(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.clamp_(-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "features", "said"),
+    [
+        ({"schedule": Warm, "kind": Clears}, (), ""),
+        ({"schedule": Restarts}, STATE_AWAY, "step of Restarts may use optimizer state (self.optimizer.state"),
+        ({"schedule": ByNorm}, STATE_AWAY, "get_lr of ByNorm may use"),
+        ({"kind": Clamps}, _EVERY, "zero_grad of Clamps may use"),
+    ],
+)
+def test_what_schedules_and_optimizers_do_beside_a_step_is_read(options, features, said):
+    excluded, reasons = found(**options)
+    assert excluded == {*features}
+    assert said in reasons
 
 
 class AsksClass(Callback):
