@@ -13,9 +13,10 @@ from itertools import chain
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lightning_mist.attributes import is_a, of_class, stored, wrapped
+from lightning_mist.attributes import container, entries, held, is_a, of_class, stored, wrapped
 from lightning_mist.model.user_code import Code, code_of, is_library, is_lightnings, names_in
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import Reasons, exclusions_of
@@ -102,7 +103,7 @@ def user_exclusions(trainer: Any, optimizers: list[Any], *, master_weights: bool
             their optimizer's state is.
     """
     objects = FitObjects(trainer, optimizers)
-    found = exclusions_of(chain(_looks(trainer, objects), _parameter_hooks(objects.module)))
+    found = exclusions_of(chain(_looks(trainer, objects), _parameter_hooks(objects.module), _aliases(objects.module)))
     away = [item for item in found if master_weights and item.feature in _OF_MASTERS]
     return tuple(dict.fromkeys((*found, *(replace(item, feature=_OF_MASTERS[item.feature]) for item in away))))
 
@@ -221,3 +222,18 @@ def _parameter_hooks(module: Any) -> Reasons:
             if getattr(parameter, place, None):
                 yield f"a hook {does.format(name)}, which would be of a part of the batch or of the module", features
                 return
+
+
+def _aliases(module: Any) -> Reasons:
+    """Tensors of the module's that lie in the memory of a parameter, which follow it only as long as it stays there."""
+    if not isinstance(module, nn.Module):
+        return
+    names = {p.untyped_storage()._cdata: name for name, p in module.named_parameters()}
+    for place, child in module.named_modules():
+        for key, value in held(child):
+            items = [item for _, item in entries(value)] if container(value) else [value]
+            tensors = [item for item in items if is_a(item, Tensor) and not is_a(item, nn.Parameter)]
+            for tensor in (item for item in tensors if item.layout is torch.strided):
+                if (name := names.get(tensor.untyped_storage()._cdata)) is not None:
+                    what = f"a tensor in {key} of {place or 'the module'}"
+                    yield f"{what} lies in the memory of {name}, which its values would leave", PARAMETERS_AWAY

@@ -534,6 +534,19 @@ def test_what_schedules_and_optimizers_do_beside_a_step_is_read(options, feature
     assert said in reasons
 
 
+@pytest.mark.parametrize("place", ["_buffers", "kept", "first"])
+def test_what_lies_in_the_memory_of_a_parameter_keeps_it_there(place):
+    module = Net()
+    view = module.head.weight.data[:1]
+    if place == "_buffers":
+        module.body[0].register_buffer("first", view)
+    else:
+        setattr(module.body[0], place, [view] if place == "kept" else view)
+    excluded, reasons = found(module=module)
+    assert excluded == {*PARAMETERS_AWAY}
+    assert f"a tensor in {place} of body.0 lies in the memory of head.weight" in reasons
+
+
 class AsksClass(Callback):
     def on_train_start(self, trainer, pl_module):
         print(pl_module.__class__.__name__)
