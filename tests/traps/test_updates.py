@@ -14,6 +14,7 @@ FIRST = {
     "offload": ("state halved", "weights clamped", "saved between steps"),
     "optimizers": ("put-step", "put-in-training", "eight", "late-norm", "own-rate"),
     "parameters": ("average", "samples"),
+    "pieces": ("restarts/moved0",),
     "quantized": ("subclass", "packed under a key"),
 }
 
