@@ -333,7 +333,8 @@ class Executor:
             self._update.flush()
 
     def shown(self) -> AbstractContextManager[None]:
-        """Inside, parameters and gradients are what of them this rank clips and updates."""
+        """Inside, parameters and gradients are what of them this rank clips and updates, behind all steps."""
+        self.flush()
         return nullcontext() if self.even is None else self.even.shown()
 
     def _deferred(self, action: Action) -> frozenset[str]:

@@ -1,5 +1,7 @@
 """The optimizer's step, taken layer by layer in the next batch's forward, is the step taken at once, to the bit."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -80,7 +82,7 @@ def scaled_step(engine, factor, batch):
     return engine.module.training_step(batch, 0) * factor
 
 
-def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_none=True, each=None, hook=None):
+def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, clear=None, each=None, hook=None):
     """Losses and values of clipped steps with a rate that changes in each, and what ``each`` gave after every step."""
     model = subject("nano_even", torch.float32 if scaled else torch.float64)
     plan = make_plan(layout, len(model.module_map.blocks))
@@ -117,7 +119,7 @@ def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_non
                 skipped += scaler.get_scale() < before
             complete(engine.executor.gather_parameters())
             rates.step()
-            made.zero_grad(set_to_none=sets_to_none)
+            made.zero_grad() if clear is None else clear(engine, made, step)
             seen.append(None if each is None else each(engine))
         assert skipped > 2 or not scaled
         return losses, engine.module_values(), seen
@@ -160,7 +162,30 @@ def test_steps_that_a_scaler_skips(label, optimizer):
 @pytest.mark.parametrize("label", tiered(["one device, all", "ZeRO 1", "pipeline"], ["ZeRO 1"]))
 def test_gradients_of_several_batches(label):
     compare(PLANS[label], accumulated=2)
-    compare(PLANS[label], sets_to_none=False)
+    compare(PLANS[label], clear=lambda _, optimizer, __: optimizer.zero_grad(set_to_none=False))
+
+
+def as_ddp(layout):
+    """The same ranks, with all that they update in front of them."""
+    return replace(layout, groups=tuple(replace(group, offload=OffloadRatios(), zero=0) for group in layout.groups))
+
+
+def now_and_then(engine, optimizer, step):
+    """Not after every third step, where gradients are clipped again, and after another third by zeros."""
+    if step % 3:
+        optimizer.zero_grad(set_to_none=step % 3 == 1)
+    else:
+        engine.clip_by_value(optimizer, 1e-3)
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+@pytest.mark.parametrize("label", tiered(PLANS, ("one device, gradients", "ZeRO 1", "ZeRO 3")))
+def test_gradients_that_nobody_clears_are_added_up(label, is_deferred):
+    wanted = train(as_ddp(PLANS[label]), clear=now_and_then)
+    with nullcontext() if is_deferred else at_once():
+        found = train(PLANS[label], clear=now_and_then)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def checkpoint(engine):

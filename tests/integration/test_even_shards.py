@@ -236,6 +236,29 @@ def test_what_is_cleared_is_gone_wherever_it_is(zero, looks):
         torch.testing.assert_close(values[name], value, rtol=1e-12, atol=1e-12)
 
 
+def overflown(engine, model, *, set_to_none):
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    engine.take_optimizer(optimizer)
+    engine.hollow()
+    batch, one = copy.copy(model.batches[0][engine.rank]), torch.ones(())
+    _, loss = engine.train_batch(batch, lambda part: engine.module.training_step(part, 0) * torch.inf, loss_scale=one)
+    loss.backward()
+    found = [float(engine.agree_on_overflow({})[engine.device])]
+    if engine.rank == 1:
+        for name, parameter in engine.module.named_parameters():
+            parameter.grad = parameter.grad if ".0." in name else None
+        found.append(float(engine.executor.gradients.found))
+    optimizer.zero_grad(set_to_none=set_to_none)
+    return [*found, float(engine.agree_on_overflow({})[engine.device])]
+
+
+@pytest.mark.parametrize(("zero", "set_to_none"), [(0, False), (1, False), (2, True)])
+def test_an_overflow_counts_until_it_is_cleared(zero, set_to_none):
+    model = subject("nano_even", torch.float32)
+    plan = make_plan([4], degrees=[RANKS], rows=PARITY_ROWS, zero=zero, offload=OffloadRatios(gradients=1.0))
+    assert on_all_ranks(model, plan, partial(overflown, model=model, set_to_none=set_to_none)) == [[1, 0], [1, 1, 0]]
+
+
 class Raising(torch.optim.AdamW):
     left = 10**9
 

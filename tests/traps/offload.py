@@ -277,6 +277,14 @@ class CountingOptimizer(Project):
         return Counted(self.parameters(), lr=1e-3)
 
 
+class NowAndThen(Sparse):
+    """Gradients are gone, zeros or still there between steps, and some parameters have none in some steps."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 3:
+            optimizer.zero_grad(set_to_none=batch_idx % 3 == 1)
+
+
 TRAPS = {
     "plain": Trap(plans=MOVED, equal=MOVED),
     "kept by all layers": Trap(module=Gated, plans=INPUTS, equal=INPUTS),
@@ -306,7 +314,8 @@ TRAPS = {
         plans=MOVED,
         equal=MOVED,
     ),
-    "zeroed, not cleared": Trap(module=Zeroed, plans=MOVED, equal=("movedstate", "moved0")),
+    "zeroed, not cleared": Trap(module=Zeroed, plans=MOVED, equal=MOVED),
+    "cleared now and then": Trap(module=NowAndThen, plans=MOVED, equal=MOVED),
     "gradients read somehow": Trap(callbacks=lambda: [GradientsReadSomehow()], plans=MOVED),
     "hooks of the step": Trap(module=HookedOptimizer, plans=MOVED),
     "step that clamps": Trap(module=Clamping, plans=MOVED),

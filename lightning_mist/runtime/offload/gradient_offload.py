@@ -7,7 +7,7 @@ update; norms are taken before they leave. Which actions come when the schedule 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,11 +90,9 @@ class OffloadedGradients:
         backwards: How many backwards each of its stages has in a batch.
 
     Attributes:
-        found: Whether a gradient was not finite, as a number on the device, if that was asked for.
-        checks: Whether to ask.
+        checks: Whether to see which gradients are finite.
     """
 
-    found: Tensor | None = None
     checks = False
 
     def __init__(
@@ -111,7 +109,7 @@ class OffloadedGradients:
         even: EvenShards | None = None,
     ) -> None:
         self._mesh, self._backwards, self._streams = mesh, backwards, streams
-        self._pool, self._transport = pool, transport
+        self._pool, self._transport, self._parameters = pool, transport, parameters
         self._group = tuple(sorted(mesh.shard_peers))
         self._replicates = tuple(sorted(mesh.replicate_peers))
         self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
@@ -143,6 +141,7 @@ class OffloadedGradients:
         self._arriving: dict[UnitKey, Any] = {}
         self._stored: Counter[UnitKey] = Counter()
         self._norms: dict[str, Tensor] = {}
+        self._largest: dict[str, Tensor] = {}  # not finite if an entry is not
         self._changes: list[Callable[[list[Tensor]], object]] = []
 
     def keep_layouts(self) -> None:
@@ -157,12 +156,10 @@ class OffloadedGradients:
         """A batch begins, whose gradients are added to those that ``earlier`` parameters have of batches before."""
         self._buffers.ensure([[item.form for item in sums] for sums in self._of.values()])
         self._stored.clear()
-        self.found = None
+        self._largest.clear()
         for item in self._mine():
-            item.earlier_present = []
-            if not set(earlier).isdisjoint(item.bucket.parameters):
-                item.earlier, item.home = item.home, item.earlier
-                item.earlier_present = item.present
+            is_kept = not set(earlier).isdisjoint(item.bucket.parameters)
+            item.earlier_present = item.present if is_kept else []
 
     def load(self, key: UnitKey, *, owned: bool = False) -> None:
         """Start to fetch a unit's sums, or of these only what this rank updates."""
@@ -251,15 +248,17 @@ class OffloadedGradients:
                 self._complete(item)
             item.work, item.piece, item.sent = None, None, None
         for item in leaving:
+            # Not before: a step that was left to this batch has fetched what is at home.
+            if item.earlier_present and self._stored[key] == 1:
+                item.earlier, item.home = item.home, item.earlier
             if item.home is None:
                 # With one backward nothing but the sum over ranks ever leaves.
                 is_piece = is_last and item.even is not None
                 (item.home,) = self._pool.take([item.own(item.form) if is_piece else item.form])
-        homes, flats = [item.home for item in leaving], [item.flat for item in leaving]
-        for index, item in enumerate(leaving):
-            if is_last and item.even is not None:
-                homes[index], flats[index] = item.own(item.home), item.own(item.flat)  # type: ignore[arg-type]
-        self._left[self._buffer_of[key]] = self._streams.store(homes, flats)  # type: ignore[arg-type]
+        moves: list[Any] = [(item, item.home, item.flat) for item in leaving]
+        homes = [item.own(home) if is_last and item.even is not None else home for item, home, _ in moves]
+        flats = [item.own(flat) if is_last and item.even is not None else flat for item, _, flat in moves]
+        self._left[self._buffer_of[key]] = self._streams.store(homes, flats)
         for item in self._of[key]:
             item.flat = None
 
@@ -270,7 +269,7 @@ class OffloadedGradients:
             self._transport.all_reduce(item.flat if item.sent is None else item.sent, self._replicates).wait()
         if item.sent is not None and item.sent is not item.flat:
             (item.flat if item.even is None else item.own(item.flat)).copy_(item.sent)
-        self._look(item, item.own_views(item.flat))
+        self._look(item.bucket.names, item.own_views(item.flat))
 
     def finish(self) -> None:
         """A batch has ended.
@@ -314,15 +313,14 @@ class OffloadedGradients:
             if begins and self._stored[key] == 0:
                 item.present = [False] * len(item.bucket.names)
 
-    def _look(self, item: GradientSum, views: list[Tensor]) -> None:
-        """Take norms, and see whether all is finite."""
-        device, there = self._streams.ops.device, views[0].device
+    def _look(self, names: Sequence[str], views: list[Tensor]) -> None:
+        """Take norms, and largest values where that is asked for."""
+        device = self._streams.ops.device
         norms = [norm.to(device) for norm in torch._foreach_norm(views)]
-        self._norms.update(zip(item.bucket.names, norms, strict=True))
-        if self.checks:
-            found = torch.zeros((), device=there)
-            torch._amp_foreach_non_finite_check_and_unscale_(views, found, torch.ones((), device=there))
-            self.found = found.to(device) if self.found is None else self.found + found.to(device)
+        self._norms.update(zip(names, norms, strict=True))
+        some = {name: view for name, view in zip(names, views, strict=True) if self.checks and view.numel()}
+        largest = torch._foreach_norm(list(some.values()), torch.inf) if some else ()
+        self._largest.update((name, norm.to(device)) for name, norm in zip(some, largest, strict=True))
 
     # Between batches -------------------------------------------------------------------------------------------------
 
@@ -356,18 +354,18 @@ class OffloadedGradients:
                 continue
             values = item.own(item.home).mul_(factor.to(item.home.device))
             if item.earlier is not None and item.earlier_present:
-                self._clear_earlier(item)
-                before = self._there(item, item.earlier, item.earlier_present)
-                now = self._there(item, item.home, item.present)
                 earlier = item.own(item.earlier)
                 for change in self._changes:
                     change([earlier])
+                self._clear_earlier(item)
+                before = self._there(item, item.earlier, item.earlier_present)
+                now = self._there(item, item.home, item.present)
                 values.add_(earlier)
                 if item.even is None:
                     item.home[item.bucket.numel :].add_(item.earlier[item.bucket.numel :])
                 item.present = _either(before, now)
                 let_go(item.earlier)
-            self._look(item, item.own_views(item.home))
+            self._look(item.bucket.names, item.own_views(item.home))
             let_go(item.home)
         self._changes.clear()
 
@@ -375,8 +373,10 @@ class OffloadedGradients:
         """Leave out what has been cleared since the batch began."""
         assert item.earlier is not None
         for index, view in enumerate(item.own_views(item.earlier)):
-            if item.bucket.parameters[index].grad is None:
+            is_there = self._stands(item.bucket.names[index])
+            if not is_there:
                 view.zero_()
+            if is_there is None:
                 item.earlier_present = [*item.earlier_present[:index], False, *item.earlier_present[index + 1 :]]
                 if item.even is None:
                     item.earlier[item.bucket.numel :][index:][:1] = 0.0
@@ -394,8 +394,19 @@ class OffloadedGradients:
 
     def norms(self) -> Mapping[str, Tensor]:
         """Norms of the gradients by name; 0 of those that are not there, none of those that were cleared."""
-        having = {item.bucket.names[at] for p, (_, item, at) in self._at.items() if p.grad is not None}
-        return {name: norm for name, norm in self._norms.items() if name in having}
+        there = {name: is_there for name in self._norms if (is_there := self._stands(name)) is not None}
+        return {name: self._norms[name] if it else torch.zeros_like(self._norms[name]) for name, it in there.items()}
+
+    @property
+    def found(self) -> Tensor | None:
+        """Whether a gradient is not finite, as a number on the device, if that was to be seen."""
+        largest = [norm for name, norm in self._largest.items() if self._stands(name)]
+        return (~torch.stack(largest).isfinite()).any().float() if largest else None
+
+    def _stands(self, name: str) -> bool | None:
+        """Whether a gradient is what was made; False if it was made zeros, and None if it is gone."""
+        gradient = self._parameters[name].grad
+        return None if gradient is None else not getattr(gradient, "is_zero", False)
 
     def take(self, key: UnitKey) -> dict[nn.Parameter, Tensor]:
         """Gradients of a unit that were fetched for its update; call :meth:`done` behind that."""
@@ -448,7 +459,7 @@ class OffloadedGradients:
                 item.bucket.views(item.home)[index].copy_(parameter.grad)
                 item.home[item.bucket.numel :][index:][:1] = 1.0
                 item.present[index] = True
-                (self._norms[item.bucket.names[index]],) = torch._foreach_norm([parameter.grad])
+                self._look([item.bucket.names[index]], [parameter.grad])
             parameter.grad = None
 
     def _named(self, names: Collection[str]) -> Iterator[tuple[GradientSum, int]]:

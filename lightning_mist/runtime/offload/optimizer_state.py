@@ -40,7 +40,6 @@ from lightning_mist.runtime.host_memory import (
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.offload.unit_steps import UnitSteps, as_now
 from lightning_mist.runtime.parameters import (
-    AbsentGradient,
     EvenShards,
     FlatShard,
     MasterWeights,
@@ -307,7 +306,10 @@ class OffloadedState:
             self._shards.fetched(key)
         parameters = self._at_once(key)
         gradients = {} if self._gradients is None else self._gradients.take(key)
-        gradients = {p: gradient for p, gradient in gradients.items() if self._steps.has_gradient(p)}
+        gradients = {p: gradient for p, gradient in gradients.items() if self._steps.had_zeros(p) is not None}
+        for parameter, gradient in gradients.items():
+            if self._steps.had_zeros(parameter):
+                gradient.zero_()
         if key in self._in_parts:
             self._update_parts(key, (event, views), gradients)
             event, views = self._fetch(key, self._at_home(parameters), self._left[self._buffer_of[key]])
@@ -331,9 +333,6 @@ class OffloadedState:
             self._updated[key] = {(p, _MASTER): fetched[p] if p in moved else p.data for p in fetched}
             if self._masters is not None:
                 self._masters.updated_evenly(flats)
-        for parameter in gradients:
-            if type(parameter.grad) is AbsentGradient:
-                parameter.grad = None  # it has been updated with
         if self._gradients is not None:
             self._gradients.done(key)
 
@@ -361,6 +360,7 @@ class OffloadedState:
         for index, part in enumerate(parts):
             parameter, low, high = part
             if low == 0:
+                before = parameter.grad
                 gradient = gradients[parameter] if parameter in gradients else self._steps.gradient_of(parameter)
                 made: dict[Any, Any] = {}
             event, views = arriving
@@ -369,7 +369,7 @@ class OffloadedState:
             self._streams.wait(event)
             left[index % 2] = self._update_part(part, views, gradient, made)
             if high == parameter.numel():
-                parameter.grad = None if parameter in gradients or self.defers else gradient
+                parameter.grad = before
                 if made:
                     self._optimizer.state[parameter] = made
         self._left[self._buffer_of[key]] = left[(len(parts) - 1) % 2]

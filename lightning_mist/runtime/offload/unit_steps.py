@@ -6,7 +6,8 @@ the class's own ``step`` while the groups hold that unit's parameters only. Hook
 units, and so does what a learning-rate scheduler has put around it.
 
 A step may be *frozen*: gradients and options are kept as they are when it is asked for, and units are updated with
-them later, whatever a scheduler, a gradient scaler or ``zero_grad`` does meanwhile.
+them later, whatever a scheduler, a gradient scaler or ``zero_grad`` does meanwhile. What nobody clears is still there
+behind it, as under DDP.
 """
 
 import copy
@@ -20,21 +21,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mist.optimizers import options_of
-from lightning_mist.runtime.parameters import shared_out, unversioned
+from lightning_mist.runtime.parameters import AbsentGradient, KeptGradient, given_back, shared_out, unversioned
 
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
     """A step that was asked for: options of every group, the optimizer's own attributes, and gradients that are here.
 
-    Attributes are also what a gradient scaler lends an optimizer that unscales gradients itself. What makes tensors
-    without saying of which type makes them of the type that is usual where the step was asked for, as in DDP.
+    ``having`` says of every gradient, wherever it is, whether it was zeros in host memory. Attributes are also what a
+    gradient scaler lends an optimizer that unscales gradients itself. What makes tensors without saying of which type
+    makes them of the type that is usual where the step was asked for, as in DDP.
     """
 
     options: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
     gradients: dict[nn.Parameter, Tensor]
-    having: frozenset[nn.Parameter]
+    having: dict[nn.Parameter, bool]
     default_dtype: torch.dtype
 
 
@@ -91,35 +93,40 @@ class UnitSteps:
                 stack.enter_context(self._as_frozen(self._frozen, chosen))
                 stack.enter_context(unversioned(tuple(chosen)))  # within a batch; no write of the step's
             for parameter, gradient in (gradients or {}).items():
+                stack.callback(setattr, parameter, "grad", parameter.grad)
                 parameter.grad = gradient
-                stack.callback(setattr, parameter, "grad", None)
             if any(parameter.grad is not None for parameter in chosen):
                 self._step(self._optimizer)
 
-    def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter had a gradient, wherever that was, when the step was asked for."""
-        return parameter.grad is not None if self._frozen is None else parameter in self._frozen.having
+    def had_zeros(self, parameter: nn.Parameter) -> bool | None:
+        """Whether the gradient when the step was asked for was one in host memory, cleared; None without any."""
+        return _is_zero(parameter.grad) if self._frozen is None else self._frozen.having.get(parameter)
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient with which a parameter is to be updated; of a frozen step it is given once."""
         return parameter.grad if self._frozen is None else self._frozen.gradients.pop(parameter, None)
 
     def freeze(self) -> None:
-        """Keep gradients, which parameters lose, and options as they are for all calls of :meth:`of` to come."""
+        """Keep gradients and options as they are for all calls of :meth:`of` to come, whatever is cleared till then."""
         groups = self._optimizer.param_groups
         given = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         self._frozen = _Frozen(
             tuple({key: as_now(value) for key, value in options_of(group).items()} for group in groups),
             {key: as_now(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
             {p: gradient for p, grad in given.items() if (gradient := shared_out(grad)) is not None},
-            frozenset(given),
+            {p: _is_zero(gradient) is True for p, gradient in given.items()},
             torch.get_default_dtype(),
         )
-        for parameter in given:
-            parameter.grad = None
+        for parameter, gradient in given.items():
+            if type(gradient) is not AbsentGradient:
+                parameter.grad = stand_in = KeptGradient.of(parameter)
+                stand_in.piece = gradient
+            parameter.grad.is_asked = True
 
     def thaw(self) -> None:
         """All of what was frozen is done."""
+        for parameter in () if self._frozen is None else self._frozen.having:
+            parameter.grad = given_back(parameter.grad)
         self._frozen = None
 
     @contextmanager
@@ -130,6 +137,7 @@ class UnitSteps:
         for group, options in zip(groups, frozen.options, strict=True):
             group.update(options)
         own.update(frozen.attributes)
+        before = [(parameter, parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = frozen.gradients.pop(parameter, None)
         torch.set_default_dtype(frozen.default_dtype)
@@ -137,8 +145,8 @@ class UnitSteps:
             yield
         finally:
             torch.set_default_dtype(dtype)
-            for parameter in parameters:
-                parameter.grad = None
+            for parameter, gradient in before:
+                parameter.grad = gradient
             for key in frozen.attributes:
                 del own[key]
             own.update(current)
@@ -189,6 +197,10 @@ class UnitSteps:
         whole, self._whole = self._whole, None
         for group, parameters in zip(self._optimizer.param_groups, whole or (), strict=False):
             group["params"] = parameters
+
+
+def _is_zero(gradient: Tensor | None) -> bool | None:
+    return None if gradient is None else isinstance(gradient, AbsentGradient) and gradient.is_zero
 
 
 _PLAIN = (bool, int, float, str, Tensor)

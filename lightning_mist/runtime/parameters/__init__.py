@@ -2,7 +2,9 @@
 
 from lightning_mist.runtime.parameters.absent_parameters import (
     AbsentGradient,
+    KeptGradient,
     at_work,
+    given_back,
     held_at,
     make_absent,
     make_present,

@@ -106,10 +106,13 @@ class AbsentGradient(Tensor):
     """Stands in for a gradient that is in host memory, or shared out: nobody but the package may look at its values.
 
     Attributes:
-        piece: What of it this rank has, where ranks share it out; it may be cleared.
+        piece: What of it this rank has, where ranks share it out; None in host memory.
+        is_asked: Whether a step that was asked for, and is not taken yet, needs the piece as it is.
+        is_zero: Whether somebody has cleared what is in host memory.
     """
 
     piece: Tensor | None = None
+    is_asked = is_zero = False
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "AbsentGradient":
@@ -123,18 +126,32 @@ class AbsentGradient(Tensor):
         """Answer what is asked of its form; refuse what is asked of its values, naming the way out."""
         name = _name_of(func)
         if name not in _FORM and name != "grad =" and _package(sys._getframe(1)) != _OURS:
-            pieces = [item.piece for item in _flat(args) if type(item) is AbsentGradient]
-            if name in ("zero_", "_foreach_zero_") and None not in pieces:
+            if name in ("zero_", "_foreach_zero_"):
                 # Beside stand-ins a list has gradients that are here.
-                every: list[Any] = [i.piece if type(i) is AbsentGradient else i for i in _flat(args)]
-                torch._foreach_zero_(every)
+                for item in _flat(args):
+                    item.clear() if isinstance(item, AbsentGradient) else item.zero_()
                 return args[0]
+            piece = next(item.piece for item in _flat(args) if isinstance(item, AbsentGradient))
+            where, way = ("in host memory", "offload.gradients") if piece is None else ("shared out", "zero_stage")
             raise PlanError(
-                f"{name} of a gradient while its values are {_elsewhere(pieces)}: read gradients, or clear them other "
-                f"than by zero_grad, under a plan with {'offload.gradients' if None in pieces else 'zero_stage'} = 0"
+                f"{name} of a gradient while its values are {where}{'' if piece is None else ' over ranks'}: read "
+                f"gradients, or clear them other than by zero_grad, under a plan with {way} = 0"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def clear(self) -> None:
+        """Let the gradient be zeros from now on."""
+        if self.piece is None:
+            self.is_zero = True
+        elif self.is_asked:
+            self.piece, self.is_asked = torch.zeros_like(self.piece), False
+        else:
+            self.piece.zero_()
+
+
+class KeptGradient(AbsentGradient):
+    """Stands in for a whole gradient on the device that a step needs as it is; ``piece`` is that gradient."""
 
 
 @lru_cache
@@ -146,7 +163,12 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def shared_out(gradient: Tensor | None) -> Tensor | None:
     """A gradient, or what this rank has of it; None if its values are in host memory."""
-    return gradient.piece if type(gradient) is AbsentGradient else gradient
+    return gradient.piece if isinstance(gradient, AbsentGradient) else gradient
+
+
+def given_back(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that no step needs any more as it was."""
+    return gradient.piece if type(gradient) is KeptGradient else gradient
 
 
 def make_absent(
@@ -230,10 +252,6 @@ def _is_ours(name: str) -> bool:
 def _is_gradient(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a parameter is asked for, or given, a gradient that is here."""
     return name in ("grad", "grad =") and bool(args[0].__dict__.get("_mist_keeps_gradient"))
-
-
-def _elsewhere(pieces: list[Tensor | None]) -> str:
-    return "in host memory" if None in pieces else "shared out over ranks"
 
 
 def _arrive_of(item: Any) -> Callable[[], None] | None:

@@ -141,7 +141,7 @@ class FlatShard:
                 parameter, known = self.bucket.parameters[index], self._stand_ins.get(index)
                 if known is None or known.dtype is not parameter.dtype:
                     known = self._stand_ins[index] = AbsentGradient.of(parameter)
-                known.piece, parameter.grad = pieces[index], known
+                known.piece, known.is_asked, parameter.grad = pieces[index], False, known
 
     def free_gradient(self) -> None:
         """Let go of the piece of the gradients."""
@@ -249,14 +249,13 @@ class EvenShards:
             shard.check()
             if not (factor.device.type == "cpu" and factor == 1.0):
                 shard.fresh.mul_(factor)
-            had = [parameter.grad is not None for parameter in shard.bucket.parameters]
-            if shard.gradient is not None:
-                pieces = zip(shard.pieces(shard.fresh), shard.pieces(shard.gradient), had, strict=True)
-                for new, before, is_added in pieces:
-                    if is_added:
-                        new.add_(before)
+            had = [shared_out(parameter.grad) for parameter in shard.bucket.parameters]
+            for new, before in zip(shard.pieces(shard.fresh), had, strict=True):
+                if before is not None:
+                    new.add_(before)
             shard.gradient, shard.fresh = shard.fresh, None
-            shard.stand_in([one or other for one, other in zip(had, shard.present, strict=True)])
+            there = zip(had, shard.present, strict=True)
+            shard.stand_in([before is not None or is_new for before, is_new in there])
 
     @contextmanager
     def shown(self, shards: Sequence[FlatShard] | None = None) -> Iterator[None]:

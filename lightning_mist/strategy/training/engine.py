@@ -32,6 +32,7 @@ from lightning_mist.runtime.parameters import (
     clip_by_norm,
     clip_by_value,
     computing,
+    given_back,
     global_grad_norm,
     held_at,
     make_absent,
@@ -164,7 +165,7 @@ class Engine:
             self.buffers.after_forward()
             self._stash = [(p, p.grad) for p in self.stages.parameters.values() if p.grad is not None]
             for parameter, gradient in accumulated:
-                parameter.grad = gradient
+                parameter.grad = given_back(gradient)
             self.exchange.forget()
             pieces = self._bring_home(self._logs.of_parts, digest)
             self._logs.forget()

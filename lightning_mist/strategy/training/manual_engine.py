@@ -90,21 +90,15 @@ class ManualEngine(Engine):
         owned = self.owned(optimizer)
         owned.check()
         self._all_do(_STEP, owned)
-        gradients = [(parameter, parameter.grad) for group in owned.cut.groups for parameter in group]
 
         def called() -> Any:
             with self._whole_groups():
-                output = closure()
-            gradients[:] = [(parameter, parameter.grad) for parameter, _ in gradients]
-            return output
+                return closure()
 
         with owned.cut.showing(self._owns.__contains__):
             output = step(called)
             with at_work():
                 owned.flush()
-        for parameter, gradient in gradients:
-            if parameter.grad is None:
-                parameter.grad = gradient  # an update by units has taken it
         with at_work():
             complete(self.executor.gather_parameters())
         return output
