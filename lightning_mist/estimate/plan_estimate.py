@@ -20,6 +20,7 @@ from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster, host_memory, single, usable_host_bytes
 from lightning_mist.plan import Feature, ModuleMap, Plan, PredictedStage, plan_of
 from lightning_mist.plan.changes import OFFLOADS, RECOMPUTATION, ZERO, anywhere, with_microbatches
+from lightning_mist.plan.plan_tables import counted
 from lightning_mist.units import format_bytes, parse_bytes
 
 
@@ -246,8 +247,9 @@ class _Steps:
         have = min(stage.checkpointing.layers for stage in plan.stages)
         where = " of every stage" if plan.num_stages > 1 else ""
         return [
-            self._trial(f"{text}{_layers(n, most)}{where} checkpointed", RECOMPUTATION.at_least(plan, n))
+            self._trial(f"{text}{words}{where} checkpointed", RECOMPUTATION.at_least(plan, n))
             for n in range(have + 1, most + 1)
+            for words in ["all layers" if n == most else counted(n, "layer")]
         ]
 
     def cut(self, plan: Plan, text: str = "") -> Ladder:
@@ -344,12 +346,6 @@ class _Steps:
 
 _WORDS_OF = {"world_size": "{} devices", "checkpointed_layers": "{} layers checkpointed"}
 """How changes of degrees are said where it is not by their name."""
-
-
-def _layers(count: int, of: int) -> str:
-    if count == of:
-        return "all layers"
-    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def _shape_of(plan: Plan) -> dict[str, Any] | None:

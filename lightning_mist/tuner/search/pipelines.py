@@ -116,11 +116,6 @@ class Stages:
                 one.share(before)
 
     @property
-    def each(self) -> tuple[IntraStage, ...]:
-        """Whatever makes choices: of every part, and of the only stage of a plan."""
-        return self.parts if len(self.parts) == 1 else (*self.parts, self.together)
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """Devices of every part."""
         return tuple(part.world_size for part in self.model.cluster.parts)
@@ -133,7 +128,7 @@ class Stages:
     @property
     def evaluated(self) -> int:
         """Candidates whose seconds were computed."""
-        return sum(item.evaluated for item in self.each)
+        return sum(item.evaluated for item in {*self.parts, self.together})
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""

@@ -84,10 +84,6 @@ class SearchState:
         bounds = {key: max(bound, known.get(key, 0.0)) for key, bound in quick.items()}
         return cls(pipelines=pipelines, bounds=bounds, deadline=deadline, patience=patience, below=below)
 
-    def wait_again(self) -> None:
-        """Give a search without a plan as much time again as it has at least."""
-        self.patience = thread_time() + OPTIONS.first_seconds
-
     @property
     def end(self) -> float:
         """When time is up."""
@@ -288,8 +284,8 @@ def search_pipelines(
     _solve(state, [group for group in single if state.bound_of(group) <= likely])
     _solve_several(state, several, single)
     if state.winner is None and state.is_late:
-        # It may fit where nothing else was found in time.
-        state.wait_again()
+        # It may fit where nothing else was found in time: there is as much again as there was at least.
+        state.patience = thread_time() + OPTIONS.first_seconds
     _solve(state, single)
     outcome = replace(
         Outcome.nothing(len(state.bounds)),

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from lightning_mist.cost import seconds_with
 from lightning_mist.plan import Plan
 from lightning_mist.plan.changes import OFFLOADS, ZERO, anywhere, burdens
+from lightning_mist.plan.plan_tables import counted
 from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.select.schedule_variants import Room, clocked
 
@@ -59,12 +60,8 @@ def why_simpler(plan: Plan, other: Plan) -> str:
         without = " and ".join(name for name in others if name not in own)
         return f"it does without {without}"
     if shapes(plan) < shapes(other):
-        return f"it has {_count(shapes(plan), 'kind')} of stages in place of {shapes(other)}"
-    return f"it has {_count(plan.num_stages, 'stage')} in place of {other.num_stages}"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+        return f"it has {counted(shapes(plan), 'kind')} of stages in place of {shapes(other)}"
+    return f"it has {counted(plan.num_stages, 'stage')} in place of {other.num_stages}"
 
 
 def drop_savings(room: Room, plan: Plan) -> Plan:
