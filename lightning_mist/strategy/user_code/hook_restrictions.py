@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_mist.attributes import container, entries, held, is_a, of_class, stored, wrapped
 from lightning_mist.model.user_code import Code, code_of, is_library, is_lightnings, names_in
@@ -230,7 +231,9 @@ def _aliases(module: Any) -> Reasons:
         return
     names = {p.untyped_storage()._cdata: name for name, p in module.named_parameters()}
     for place, child in module.named_modules():
-        for key, value in held(child):
+        # Torch's makes the weight anew in every forward, and leaves the first one here till then.
+        anew = {hook.name for hook in child._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+        for key, value in (item for item in held(child) if item[0] not in anew):
             items = [item for _, item in entries(value)] if container(value) else [value]
             tensors = [item for item in items if is_a(item, Tensor) and not is_a(item, nn.Parameter)]
             for tensor in (item for item in tensors if item.layout is torch.strided):

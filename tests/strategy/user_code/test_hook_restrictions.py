@@ -547,6 +547,13 @@ def test_what_lies_in_the_memory_of_a_parameter_keeps_it_there(place):
     assert f"a tensor in {place} of body.0 lies in the memory of head.weight" in reasons
 
 
+def test_weights_that_every_forward_makes_anew_may_begin_in_the_memory_of_others():
+    module = Net()
+    torch.nn.utils.spectral_norm(module.head)
+    assert module.head.weight.data_ptr() == module.head.weight_orig.data_ptr()
+    assert "lies in the memory" not in found(module=module)[1]
+
+
 class AsksClass(Callback):
     def on_train_start(self, trainer, pl_module):
         print(pl_module.__class__.__name__)
