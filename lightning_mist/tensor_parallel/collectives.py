@@ -10,6 +10,8 @@ of the ranks with the same parameters does it once, behind the last backward. :f
 what all ranks give, :func:`enter` adds up that of what all ranks were given.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,80 +20,33 @@ from torch import Tensor
 from lightning_mist.tensor_parallel.group import TensorGroup
 from lightning_mist.tensor_parallel.shard_layout import Layout, join_parts, stack_parts, take
 
-
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(gradients[0].contiguous()), None
+_Change = Callable[[Tensor], Tensor]
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return _own(group.all_reduce(tensor.contiguous()))
+class _Through(torch.autograd.Function):
+    """A value through one function, and its gradient back through another."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        if ctx.group.adds_later:
-            return ctx.group.all_reduce(gradients[0].contiguous()), None
-        return gradients[0], None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] / ctx.size, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, layout: Layout, group: TensorGroup, is_partial: bool) -> Tensor:
-        ctx.layout, ctx.group, ctx.is_partial = layout, group, is_partial
-        whole = _all_gather(part, layout, group)
-        return whole if is_partial else _own(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.is_partial or ctx.group.adds_later:
-            return _reduce_scatter(gradients[0], ctx.layout, ctx.group), None, None, None
-        part = take(gradients[0], ctx.layout, ctx.group.rank, ctx.group.size)
-        return part.contiguous(), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        # A copy: a view would keep the whole tensor alive for as long as the part.
-        return take(tensor, layout, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, tensor: Tensor, run: _Change, back: _Change) -> Tensor:
+        ctx.back = back
+        return run(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.group.adds_later:
-            return _among_zeros(gradients[0], ctx.layout, ctx.group), None, None
-        return _all_gather(gradients[0], ctx.layout, ctx.group), None, None
+        return ctx.back(gradients[0]), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        return _own(_reduce_scatter(tensor, layout, group))
+def _through(tensor: Tensor, run: _Change, back: _Change) -> Tensor:
+    # Neither may hold the tensor, which would live as long as the graph.
+    return _Through.apply(tensor, run, back)  # type: ignore[no-any-return,no-untyped-call]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(gradients[0], ctx.layout, ctx.group), None, None
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum(group: TensorGroup, tensor: Tensor) -> Tensor:
+    return group.all_reduce(tensor.contiguous())
 
 
 def _all_gather(part: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
@@ -127,26 +82,27 @@ def copy_in(tensor: Tensor, group: TensorGroup) -> Tensor:
     own = getattr(type(tensor), "copied_in", None)  # a tensor whose values lie in other ones
     if own is not None:
         return own(tensor, group)  # type: ignore[no-any-return]
-    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _through(tensor, _same, partial(_sum, group))
 
 
 def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A replicated value from outside of the group's computation, whose gradient is to be whole on every rank."""
     if not (group.adds_later and tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _through(tensor, _same, partial(_sum, group))
 
 
 def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A replicated value that leaves the group's computation, whose gradient comes whole on every rank."""
     if not (group.adds_later and tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    return _Leave.apply(tensor, group.size)  # type: ignore[no-any-return,no-untyped-call]
+    return _through(tensor, _same, lambda gradient: gradient / group.size)
 
 
 def reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
     """The replicated sum of values of which every rank holds one summand."""
-    return _Reduce.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    back = partial(_sum, group) if group.adds_later else lambda gradient: gradient
+    return _through(tensor, lambda summand: _own(_sum(group, summand)), back)
 
 
 def gather(part: Tensor, layout: Layout, group: TensorGroup, *, is_partial: bool = False) -> Tensor:
@@ -156,7 +112,17 @@ def gather(part: Tensor, layout: Layout, group: TensorGroup, *, is_partial: bool
         is_partial: Whether every rank uses the result for a computation of its own, so that gradients are added up in
             backward. Otherwise all ranks compute the same with it, and each takes its part of one gradient.
     """
-    return _Gather.apply(_plain(part), layout, group, is_partial)  # type: ignore[no-any-return,no-untyped-call]
+
+    def run(own: Tensor) -> Tensor:
+        whole = _all_gather(own, layout, group)
+        return whole if is_partial else _own(whole)
+
+    def back(gradient: Tensor) -> Tensor:
+        if is_partial or group.adds_later:
+            return _reduce_scatter(gradient, layout, group)
+        return take(gradient, layout, group.rank, group.size).contiguous()
+
+    return _through(_plain(part), run, back)
 
 
 def scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
@@ -164,9 +130,16 @@ def scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
     tensor = _plain(tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return take(tensor, layout, group.rank, group.size)
-    return _Scatter.apply(tensor, layout, group)  # type: ignore[no-any-return,no-untyped-call]
+
+    def run(whole: Tensor) -> Tensor:
+        # A copy: a view would keep the whole tensor alive for as long as the part.
+        return take(whole, layout, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+
+    back = _among_zeros if group.adds_later else _all_gather
+    return _through(tensor, run, partial(back, layout=layout, group=group))
 
 
 def reduce_scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
     """This rank's part of the sum of values of which every rank holds one summand."""
-    return _ReduceScatter.apply(tensor, layout, group)  # type: ignore[no-any-return,no-untyped-call]
+    back = partial(_all_gather, layout=layout, group=group)
+    return _through(tensor, lambda summand: _own(_reduce_scatter(summand, layout, group)), back)
