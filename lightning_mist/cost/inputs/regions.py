@@ -166,9 +166,8 @@ class RegionCosts:
     a stage that ends behind it has them only until they have been sent.
 
     Attributes:
-        moved: Where layers have moved a share of what they keep: what of the region in front is whole while a region
-            runs, and of the one in front of that what only the next one keeps; each of regions that are not recomputed
-            and of those that are.
+        below: Where layers have moved a share of what they keep: what the region in front of each has, with what that
+            is given, if it is not recomputed, and if it is.
     """
 
     saved_R: FloatArray
@@ -194,7 +193,7 @@ class RegionCosts:
     backward_collectives: Collectives
     batch_bytes: float
     shared_saved_bytes: float
-    moved: tuple[tuple[FloatArray, FloatArray], tuple[FloatArray, FloatArray]] | None = None
+    below: tuple[FloatArray, FloatArray] | None = None
 
     @property
     def is_causal_R(self) -> FloatArray:

@@ -90,7 +90,7 @@ def offloaded_activations(costs: RegionCosts, kept_VX: FloatArray) -> RegionCost
             changed has a row for each.
     """
     changed: dict[str, Any] = {}
-    below, given = list[FloatArray](), list[FloatArray]()
+    below = list[FloatArray]()
     for kind, way, ratio_V in (("", "", kept_VX[:, 0]), ("checkpointed_", "recompute_", kept_VX[:, 1])):
         kept_R, handed_R = getattr(costs, f"{kind}saved_R"), getattr(costs, f"{kind}handed_R")
         away_VR = _moved(ratio_V[:, None], np.concatenate([handed_R[:1], kept_R[1:-1], [0.0]]))
@@ -101,9 +101,8 @@ def offloaded_activations(costs: RegionCosts, kept_VX: FloatArray) -> RegionCost
         for name in (f"{way}backward_peak_R", f"first_{way}backward_peak_R"):
             changed[name] = getattr(costs, name) + away_VR
         # What a layer is given leaves, and comes, with what it keeps itself: the layer below has what that is given.
-        below.append(_behind(away_VR, 1))
-        given.append(_behind(handed_VR, 2))
-    return replace(costs, **changed, moved=((below[0], below[1]), (given[0], given[1])))
+        below.append(_behind(away_VR, 1) + _behind(handed_VR, 2))
+    return replace(costs, **changed, below=(below[0], below[1]))
 
 
 def _moved(ratio: FloatArray, kept: FloatArray) -> FloatArray:

@@ -155,7 +155,7 @@ class UnitLoads:
         first = costs.first_backward_peak_R, costs.first_recompute_backward_peak_R
         self.split = split or SplitBackward(peak_R=backward[0], recompute_peak_R=backward[1], waiting_R=costs.weight_R)
         self.costs, self.sharding = costs, sharding
-        self.reduces, self.moves = sharding is not None and not sharding.is_one_unit, costs.moved is not None
+        self.reduces, self.moves = sharding is not None and not sharding.is_one_unit, costs.below is not None
         trained_R = above_R = np.zeros_like(single_R)
         if sharding is not None and self.reduces:
             self.share *= sharding.gradient_share
@@ -174,8 +174,8 @@ class UnitLoads:
             "trained": (trained_R,) * 2,
             "above": (above_R,) * 2,
         }
-        if costs.moved is not None:
-            rows["below"], rows["given"] = costs.moved
+        if costs.below is not None:
+            rows["below"] = costs.below
         shape = np.broadcast_shapes(*(item.shape for pair in rows.values() for item in pair))
         each = {name: np.stack([np.broadcast_to(item, shape) for item in pair]) for name, pair in rows.items()}
         every = np.concatenate([pair.reshape(-1, shape[-1]) for pair in each.values()])
@@ -192,8 +192,8 @@ class _Lists:
         count_JA: How many units in a row have one like it; 0 where a list has come to its end.
         kept_JA: Where as little is kept as of a recomputed layer.
         behind_JA: Where the peak is that of a recomputed layer.
-        moved_JA: Of the region in front, and of the one in front of that: 0 if the stage does not have it, 1 if it is
-            not recomputed, 2 if it is.
+        below_JA: Where there is a unit in front; in ``below_again_JA``, where it is recomputed, or a head that keeps
+            as little.
         where_JA: Place in the axis of what is away.
         top_JA: The last unit of each stage.
     """
@@ -205,7 +205,8 @@ class _Lists:
     top_JA: BoolArray
     kept_JA: BoolArray
     behind_JA: BoolArray
-    moved_JA: tuple[IntArray, IntArray]
+    below_JA: BoolArray
+    below_again_JA: BoolArray
     where_JA: IntArray
 
 
@@ -217,7 +218,7 @@ def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool
         codes: First layers, last ones and first ones that are not recomputed, as numbers.
         changes: Units that differ from the one before.
         looks: Whether what is away for the first of several layers counts, what is reduced at the last unit, and what
-            layers in front have moved.
+            the layer in front has moved.
     """
     code_A = np.frombuffer(codes, dtype=np.int64)
     first_A, end_A, middle_A = 1 + code_A // width**2, 1 + code_A // width % width, 1 + code_A % width
@@ -225,15 +226,10 @@ def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool
     # Rows are alike between places where units change, or what lies around them.
     away, reduces, moves = looks
     near = [first_A, middle_A, end_A, *([first_A + 1] if away else []), *([high_A - 1] if reduces else [])]
-    near += [at_A + behind for at_A in (low_A, middle_A) for behind in (1, 2) if moves]
+    near += [low_A + 1, middle_A + 1] if moves else []
     unit_JA, count_JA = runs_between(low_A, high_A, near, changes)
     head_JA, tail_JA = unit_JA < first_A, unit_JA >= end_A
     again_JA = (unit_JA < middle_A) & ~head_JA
-
-    def in_front(count: int) -> IntArray:
-        is_there_JA, is_again_JA = unit_JA - count >= low_A, (unit_JA - count < middle_A) & (middle_A > first_A)
-        return np.where(is_there_JA, 1 + is_again_JA, 0)
-
     return _Lists(
         unit_JA=unit_JA,
         count_JA=count_JA.astype(np.float64),
@@ -243,7 +239,8 @@ def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool
         # The head in front of a recomputed layer keeps as little, and the tail's peak is as behind one.
         kept_JA=again_JA | (head_JA & (middle_A > first_A)),
         behind_JA=again_JA | (tail_JA & (middle_A == end_A)),
-        moved_JA=(in_front(1), in_front(2)),
+        below_JA=unit_JA > low_A,
+        below_again_JA=(unit_JA <= middle_A) & (middle_A > first_A),
         where_JA=np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == 1) & (first_A == 1) & (end_A > 2)))),
     )
 
@@ -268,6 +265,11 @@ class PassBytes:
         if runs.variant_K is not None:
             self._unit_JK += runs.variant_K * width
         self._behind_JK = self._unit_JK + self._each(loads.size * lists.behind_JA)
+        # What the layer in front has moved is still on its way to the host, or on its way back.
+        self._moved_JK: FloatArray | float = 0.0
+        if loads.moves:
+            unit_JK = self._unit_JK + self._each(loads.size * lists.below_again_JA)
+            self._moved_JK = loads.values["below"].take(unit_JK) * self._each(lists.below_JA)
         self._kept_JK = loads.values["kept"].take(self._unit_JK + self._each(loads.size * lists.kept_JA))
         # Behind the first stage the head is run too, as far as the batch alone determines it.
         self.saved_K: FloatArray = np.where(runs.start_K == 0, 0.0, loads.costs.shared_saved_bytes)
@@ -291,11 +293,7 @@ class PassBytes:
         if not temporaries:
             return self._away(away_AK)
         peak_JK: FloatArray = self.loads.values[name].take(self._behind_JK) + self._away(away_AK)
-        # What layers in front have moved is still on its way to the host, or on its way back.
-        for of, way_JA in zip(("below", "given") if self.loads.moves else (), self._lists.moved_JA, strict=False):
-            unit_JK = self._unit_JK + self._each(self.loads.size * (way_JA == 2))
-            peak_JK += self.loads.values[of].take(unit_JK) * self._each(way_JA > 0)
-        return peak_JK
+        return peak_JK + self._moved_JK
 
     def _away(self, away_AK: FloatArray) -> FloatArray | float:
         """Parameters that are there only for a unit, by where it is in its stage."""

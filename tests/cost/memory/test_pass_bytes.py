@@ -34,9 +34,7 @@ def network(rng, layers, variants, sharding, factor):
     )
     costs = dataclasses.replace(costs, checkpointed_handed_R=costs.handed_R / 2)
     if rng.random() < 0.5:
-        # What the regions in front have moved, of the last and the last but one; nothing in front of the first.
-        below, given = (tuple(np.pad(bytes_of(), (count, 0))[:width] for _ in range(2)) for count in (1, 2))
-        costs = dataclasses.replace(costs, moved=(below, given))
+        costs = dataclasses.replace(costs, below=(bytes_of(), bytes_of()))
     single_R = bytes_of(variants) if variants > 1 else bytes_of()
     split = SplitBackward(peak_R=bytes_of(), recompute_peak_R=bytes_of(), waiting_R=bytes_of())
     shared = None
@@ -118,13 +116,12 @@ class Walk:
         return own + self.moved(unit)
 
     def moved(self, unit):
-        """What the last unit and the one before it have moved, each as it is recomputed."""
-        found, place = 0.0, self.units.index(unit)
-        for count, ways in enumerate(self.loads.costs.moved or (), 1):
-            if place >= count:
-                front = self.units[place - count]
-                found += ways[self.again[front] or (front == 0 and self.is_recomputed)][unit]
-        return found
+        """What the unit in front has moved, as it is recomputed or not."""
+        place = self.units.index(unit)
+        if self.loads.costs.below is None or place == 0:
+            return 0.0
+        front = self.units[place - 1]
+        return self.loads.costs.below[self.again[front] or (front == 0 and self.is_recomputed)][unit]
 
     def forward(self):
         away_AK = self.runs.forward_away_AK
