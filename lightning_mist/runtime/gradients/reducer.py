@@ -64,7 +64,12 @@ class _Owned:
         self.present: list[bool] = []
 
     def begin(self, transport: Transport, group: tuple[int, ...], scale: float) -> Begun:
-        flat, had = self.bucket.take_gradients(scale=scale, ranks=len(group))
+        numel, flat = self.bucket.numel, self.bucket.empty(extra=len(self.bucket.parameters))
+        had = self.bucket.move_gradients(self.bucket.views(flat), flat[:numel], scale=scale, ranks=len(group))
+        flags = flat[numel:].fill_(1.0)
+        for index, is_present in enumerate(had):
+            if not is_present:
+                flags[index] = 0.0
         self.present = [one or other for one, other in zip(self.present or had, had, strict=True)]
         if self._owner is None:
             return transport.all_reduce(flat, group), lambda: flat

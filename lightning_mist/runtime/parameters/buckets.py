@@ -51,34 +51,14 @@ class Bucket:
         """A view into a flat buffer for each parameter, of its shape and strides."""
         return views_like(flat, self.layouts or self.parameters)
 
-    def gradients(self, flat: Tensor) -> list[Tensor]:
-        """What a flat buffer of gradients says of each parameter, in the type in which gradients are added up."""
-        return self.views(flat.to(gradient_dtype(self.parameters[0])))
-
-    def take_gradients(self, *, scale: float, ranks: int) -> tuple[Tensor, list[bool]]:
-        """Move the parameters' gradients, times ``scale``, into a flat buffer with one number per parameter at its end.
-
-        A missing gradient counts as zeros, and the number is then 0 and not 1. Parameters have no gradient afterwards.
-
-        Returns:
-            The buffer, and which parameters had a gradient.
-
-        Raises:
-            PlanError: If a gradient is not dense.
-        """
-        flat = self.empty(extra=len(self.parameters))
-        present = self.move_gradients(self.views(flat), flat[: self.numel], scale=scale, ranks=ranks)
-        flags = flat[self.numel :].fill_(1.0)
-        for index, is_present in enumerate(present):
-            if not is_present:
-                flags[index] = 0.0
-        return flat, present
-
     def move_gradients(self, views: Sequence[Tensor], flat: Tensor, *, scale: float, ranks: int) -> list[bool]:
         """Move the parameters' gradients, times ``scale``, into views of a flat buffer, and zeros where there are none.
 
         Returns:
-            Which parameters had a gradient.
+            Which parameters had a gradient. None has one afterwards.
+
+        Raises:
+            PlanError: If a gradient is not dense.
         """
         check_dense(self, ranks)
         gradients = [parameter.grad for parameter in self.parameters]
