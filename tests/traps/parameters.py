@@ -222,6 +222,33 @@ def _hidden() -> float:
     return sum(float(item.detach().norm()) for item in gc.get_objects() if isinstance(item, nn.Parameter))
 
 
+class Permuted(Project):
+    """A weight whose elements lie in memory in another order than their indices, as under channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().t().contiguous().t())
+
+
+class Overlapping(Project):
+    """A parameter that is a view of another one's memory, and tied to it by nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair.bias = nn.Parameter(self.head.bias.detach()[:2])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.pair(self.embed(batch["x"]).mean(1)).square().mean()
+
+
+class OneNumber(Project):
+    """A parameter whose elements all lie in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64).expand(self.head.out_features))
+
+
 _REASON = "may use parameters"
 _ZERO = ("zero1", "zero2")
 
@@ -253,6 +280,9 @@ TRAPS = {
         reason=_REASON,
     ),
     "summary": Trap(callbacks=lambda: [Summary()], plans=("zero3", "pp2", "tp2"), equal=("zero3", "pp2", "tp2")),
+    "permuted": Trap(module=Permuted, plans=("zero1", "zero3", "moved"), equal=("zero1", "zero3", "moved")),
+    "overlapping": Trap(module=Overlapping, plans=("zero1", "zero3", "moved", "pp2", "plain"), equal=("plain",)),
+    "one number": Trap(module=OneNumber, plans=("zero1", "zero3")),
     "wrapped": Trap(module=Wrapped, plans=("zero1", "pp2", "tp2"), equal=("zero1", "pp2", "tp2")),
     "hides": Trap(callbacks=lambda: [Hides()], plans=("zero3", "pp2"), reason="its values are on rank"),
     "quiet": Trap(

@@ -79,6 +79,22 @@ def leaves_no_trace(device: torch.device) -> bool:
     return device.type == "cpu" and can_fork(threads=True)
 
 
+def _in_one_place(module: nn.Module) -> str | None:
+    """Two parameters of which one has elements of the other's, if there are such."""
+    together: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in module.named_parameters():
+        if not is_hollow(parameter):
+            together.setdefault((parameter.untyped_storage()._cdata, parameter.dtype), []).append((name, parameter))
+    for found in (found for found in together.values() if len(found) > 1):
+        taken = torch.zeros(found[0][1].untyped_storage().nbytes() // found[0][1].element_size(), dtype=torch.bool)
+        for index, (name, parameter) in enumerate(found):
+            own = taken.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+            if own.any():
+                return f"{name} and {' or '.join(other for other, _ in found[:index])}"
+            own.fill_(value=True)
+    return None
+
+
 def timed_apart(device: torch.device) -> bool:
     """Whether what is timed in a copy takes as long as here: the threads of parallel loops do not come along."""
     return leaves_no_trace(device) and torch.get_num_threads() == 1
@@ -300,6 +316,8 @@ class TriedStep:
         for name, child in self._module.named_modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
                 yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
+        if several := _in_one_place(self._module):
+            yield f"parameters share memory ({several}), which only plain data parallelism leaves so", _ENGINE
         if self._told.differentiates:
             yield _OWN_BACKWARD, _BEHIND
         if refusal := any_reason(self._told.metrics):
