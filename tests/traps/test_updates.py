@@ -11,9 +11,9 @@ FIRST = {
     "late": ("penalty on head", "normalised"),
     "manual": ("manual", "gan-saved"),
     "masters": ("plain", "clipped", "wide norms", "rebinds by vector", "edits groups", "penalised later, moved"),
-    "offload": ("state halved", "weights clamped", "saved between steps"),
+    "offload": ("state halved", "weights clamped", "saved between steps", "cleared now and then"),
     "optimizers": ("put-step", "put-in-training", "eight", "late-norm", "own-rate"),
-    "parameters": ("average", "samples"),
+    "parameters": ("average", "samples", "overlapping/zero3"),
     "pieces": ("restarts/moved0",),
     "quantized": ("subclass", "packed under a key"),
 }
