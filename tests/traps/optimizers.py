@@ -206,6 +206,12 @@ TRAPS = {
     ),
     "own-rate-by-hand": Trap(module=_OwnRateByHand, plans=("zero1", "zero2"), reason="'lr' of parameter group"),
     "same-rate": Trap(module=_SameRate, plans=_EVERYWHERE, equal=_EVERYWHERE),
+    "fused-16-bits": Trap(
+        module=_with(lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, fused=True)),
+        trainer={"precision": "bf16-true", "max_epochs": 1},
+        plans=("zero1", "zero3", "movedstate"),
+        equal=("zero1", "zero3", "movedstate"),
+    ),
     "lamb": Trap(
         module=_with(lambda m: Lamb(m.parameters(), lr=1e-2)),
         plans=("zero1", "zero3", "pp2", "tp2"),
