@@ -36,7 +36,7 @@ from lightning_mist.tuner.bounds import least_correction
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.select.schedule_variants import (
-    Room,
+    PlanRoom,
     best_variant,
     clocked,
     first_stages,
@@ -130,7 +130,7 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
         for recomputed in [int(space.recomputed(np.diff(_cuts(space.num_layers, alike.num_stages)))[1].min())]
         for zero_stage in alike.zero_stages(space)
     ]
-    room, near = Room.of(stages)._replace(space=space), whole
+    room, near = PlanRoom.of(stages)._replace(space=space), whole
     # Of unlike layers devices hold others in chunks than in one piece, which may need less.
     if len(set(layer_classes(stages.model.spec))) == 1:
         # The first stage alone is a lower bound of them all.
@@ -224,7 +224,7 @@ def fastest_with_context(stages: IntraStage) -> Plan | None:
             shares = (space.search.checkpointed_shares or OPTIONS.recomputed) if space.checkpointing else (0.0,)
             for recomputed in sorted({round(share * (space.num_layers // alike.num_stages)) for share in shares}):
                 plans = (alike.plan(space, level, recomputed) for level in alike.zero_stages(space))
-                plan = next(filter(Room.of(stages).fits, plans), None)
+                plan = next(filter(PlanRoom.of(stages).fits, plans), None)
                 if plan is not None and (seconds := seconds_with(model, plan)) < least:
                     best, least = plan, seconds
     return None if best is None else clocked(model, best)

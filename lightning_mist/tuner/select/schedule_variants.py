@@ -34,7 +34,7 @@ Limits: TypeAlias = Callable[[Plan], Sequence[float]]
 """Bytes that every stage of a plan may use of something, each of its devices."""
 
 
-class Room(NamedTuple):
+class PlanRoom(NamedTuple):
     """What plans cost, where they are searched for, and what they have to fit in.
 
     Attributes:
@@ -48,7 +48,7 @@ class Room(NamedTuple):
     host_limits: Limits
 
     @classmethod
-    def of(cls, stages: Stages | IntraStage) -> "Room":
+    def of(cls, stages: Stages | IntraStage) -> "PlanRoom":
         """That of stages."""
         return cls(stages.model, stages.space, stages.limits, stages.host_limits)
 
@@ -65,7 +65,9 @@ class Room(NamedTuple):
         return fits_W
 
 
-def best_variant(room: Room, plans: Iterable[Plan], *, below: float = np.inf, most: int | None = None) -> Plan | None:
+def best_variant(
+    room: PlanRoom, plans: Iterable[Plan], *, below: float = np.inf, most: int | None = None
+) -> Plan | None:
     """The fastest plan that fits under a schedule other than that of the search, with its prediction.
 
     Args:
@@ -173,7 +175,7 @@ def parts(count: int, chunks: int) -> list[int]:
     return [count * (chunk + 1) // chunks - count * chunk // chunks for chunk in range(chunks)]
 
 
-def _may_fit(room: Room, plans: Sequence[Plan]) -> list[bool]:
+def _may_fit(room: PlanRoom, plans: Sequence[Plan]) -> list[bool]:
     """Whether the last stage of each may fit under ZB-H1, which keeps most there beyond what 1F1B does."""
     asked = []
     for plan in (plan for plan in plans if plan.schedule == "zb-h1"):
@@ -190,7 +192,7 @@ def _most_more(space: Space, plan: Plan) -> int:
     return max(sum(layers) - sum(recomputed) for layers, recomputed in _groups(plan)) if may_recompute else 0
 
 
-def fitted(room: Room, plans: Sequence[Plan]) -> Iterator[Plan | None]:
+def fitted(room: PlanRoom, plans: Sequence[Plan]) -> Iterator[Plan | None]:
     """Each plan with as few more recomputed layers on every group of devices as make it fit; nothing if none do."""
     asked = [(plan, _recomputed(_groups(plan), _most_more(room.space, plan))) for plan in plans]
     for plan, found in zip(plans, plans_peaks(room.model.memory, asked), strict=True):
@@ -198,7 +200,7 @@ def fitted(room: Room, plans: Sequence[Plan]) -> Iterator[Plan | None]:
         yield _recomputing(plan, int(fits_M.argmax())) if fits_M[0] or fits_M[-1] else None
 
 
-def first_stages(room: Room, plans: Sequence[Plan]) -> Iterator[int | None]:
+def first_stages(room: PlanRoom, plans: Sequence[Plan]) -> Iterator[int | None]:
     """How many more layers :func:`fitted` recomputes of each plan at least, by its first stage alone; fast."""
     asked = [(plan, _recomputed(_groups(plan), _most_more(room.space, plan))[0]) for plan in plans]
     for plan, peak_M in zip(plans, stage_peaks(room.model.memory, asked, 0), strict=True):

@@ -23,7 +23,7 @@ from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.search import Outcome, Stages, layout_of
 from lightning_mist.tuner.select import simplest_plan as simplest
 from lightning_mist.tuner.select.equal_stages import even_chunks
-from lightning_mist.tuner.select.schedule_variants import Room, best_variant, clocked, refuse_without_variant
+from lightning_mist.tuner.select.schedule_variants import PlanRoom, best_variant, clocked, refuse_without_variant
 from lightning_mist.tuner.select.simplest_plan import drop_savings, why_simpler
 from lightning_mist.tuner.space import Space
 from lightning_mist.units import format_bytes, format_seconds
@@ -385,7 +385,7 @@ def _under_other_schedule(
     # Equal stages in chunks are mostly faster, and rule out most others before these are made to fit.
     even = even_chunks(stages.parts[0], below=below) if len(stages.parts) == 1 else None
     least = below if even is None else even.prediction.step_seconds
-    room = Room.of(stages)
+    room = PlanRoom.of(stages)
     found = best_variant(room, [base.plan, *others], below=least) or even
     if not is_asked and found is None:
         refuse_without_variant(tried)

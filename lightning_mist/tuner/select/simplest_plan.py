@@ -22,7 +22,7 @@ from lightning_mist.plan import Plan
 from lightning_mist.plan.changes import OFFLOADS, ZERO, anywhere, burdens
 from lightning_mist.plan.plan_tables import counted
 from lightning_mist.tuner.options import OPTIONS
-from lightning_mist.tuner.select.schedule_variants import Room, clocked
+from lightning_mist.tuner.select.schedule_variants import PlanRoom, clocked
 
 ALIKE = OPTIONS.alike
 """A share of the seconds of a step by which plans cannot be told apart."""
@@ -64,7 +64,7 @@ def why_simpler(plan: Plan, other: Plan) -> str:
     return f"it has {counted(plan.num_stages, 'stage')} in place of {other.num_stages}"
 
 
-def drop_savings(room: Room, plan: Plan) -> Plan:
+def drop_savings(room: PlanRoom, plan: Plan) -> Plan:
     """A predicted plan with as few kinds of state offloaded or shared out as fit and take as long on the clock."""
     most, best = plan.prediction.step_seconds * (1 + OPTIONS.alike), plan
     while True:

@@ -9,7 +9,7 @@ from lightning_mist.plan import SearchSpace, TensorSplit
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.select.equal_stages import fastest_with_context
-from lightning_mist.tuner.select.schedule_variants import Room
+from lightning_mist.tuner.select.schedule_variants import PlanRoom
 from tests.cost.inputs.test_context_parallel import sequences
 from tests.specs import cluster, profile
 
@@ -36,7 +36,7 @@ def stages(limit=10**12, search=SEARCH, degrees=(2, 4)):
 
 def of_grid(limit):
     """The least seconds of all plans that fit and are alike, one by one."""
-    found, fits = [], Room.of(stages(limit)).fits
+    found, fits = [], PlanRoom.of(stages(limit)).fits
     for context in (2, 4):
         for count in (1, 2):
             data = 4 // (context * count)

@@ -8,7 +8,7 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.schedule import check, lower
 from lightning_mist.tuner.select import schedule_variants
-from lightning_mist.tuner.select.schedule_variants import Room, _recomputing, _variants, best_variant
+from lightning_mist.tuner.select.schedule_variants import PlanRoom, _recomputing, _variants, best_variant
 from lightning_mist.tuner.space.applied_space import SearchSpace, apply
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
@@ -91,9 +91,9 @@ def test_sharded_gradients_stay_with_1f1b():
     model = StageCostModel(NETWORK, FAST, cluster(2))
     plan = found(("1f1b",)).plan
     stages = tuple(dataclasses.replace(stage, zero_stage=2) for stage in plan.stages)
-    assert best_variant(Room(model, space, plenty, plenty), [plan]).schedule == "zb-h1"
+    assert best_variant(PlanRoom(model, space, plenty, plenty), [plan]).schedule == "zb-h1"
     sharded = dataclasses.replace(plan, stages=stages, predicted=None)
-    assert best_variant(Room(model, space, plenty, plenty), [sharded]) is None
+    assert best_variant(PlanRoom(model, space, plenty, plenty), [sharded]) is None
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -136,7 +136,7 @@ def test_settled_recomputation_is_not_added_to():
     tight = lambda item: (max(least) - 1,) * item.num_stages  # noqa: E731
     for shares, fits in ((None, True), ((0.0, 1.0), False)):
         space = apply(SearchSpace(schedules=("zb-h1",), checkpointed_shares=shares), NETWORK, 2, 4)
-        assert (best_variant(Room(model, space, tight, plenty), [plan]) is not None) == fits
+        assert (best_variant(PlanRoom(model, space, tight, plenty), [plan]) is not None) == fits
 
 
 def test_host_memory_limits_other_schedules_too():
@@ -146,12 +146,12 @@ def test_host_memory_limits_other_schedules_too():
         plan, stages=tuple(dataclasses.replace(stage, offload=moved) for stage in plan.stages), predicted=None
     )
     space = apply(SearchSpace(schedules=("interleaved-1f1b",), checkpointing=False), NETWORK, 2, 4)
-    chosen = best_variant(Room(model, space, plenty, plenty), [plan])
+    chosen = best_variant(PlanRoom(model, space, plenty, plenty), [plan])
     assert chosen is not None
     held = [max(memory.host_bytes for memory in plan_memory(model.memory, item)) for item in (plan, chosen)]
     assert 0 < held[0] < held[1]
     between = lambda item: (held[0],) * item.num_stages  # noqa: E731
-    assert best_variant(Room(model, space, plenty, between), [plan]) is None
+    assert best_variant(PlanRoom(model, space, plenty, between), [plan]) is None
 
 
 def test_what_does_not_fit_on_its_last_stage_is_not_looked_at_as_a_whole(monkeypatch):
@@ -162,9 +162,9 @@ def test_what_does_not_fit_on_its_last_stage_is_not_looked_at_as_a_whole(monkeyp
         schedule_variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items)
     )
     none = lambda item: (1.0,) * item.num_stages  # noqa: E731
-    assert best_variant(Room(model, space, none, plenty), [plan]) is None
+    assert best_variant(PlanRoom(model, space, none, plenty), [plan]) is None
     assert asked == []
-    assert best_variant(Room(model, space, plenty, plenty), [plan]) is not None
+    assert best_variant(PlanRoom(model, space, plenty, plenty), [plan]) is not None
     assert [item.schedule for item, _ in asked] == ["zb-h1"]
 
 
@@ -175,9 +175,9 @@ def test_what_is_slower_in_any_case_is_not_run(monkeypatch):
     noted = lambda model, item: asked.append(item) or real(model, item)  # noqa: E731
     monkeypatch.setattr(schedule_variants, "seconds_with", noted)
     (floor,) = least_seconds(model, [dataclasses.replace(plan, schedule="zb-h1")])
-    assert best_variant(Room(model, space, plenty, plenty), [plan], below=floor) is None
+    assert best_variant(PlanRoom(model, space, plenty, plenty), [plan], below=floor) is None
     assert asked == []
-    assert best_variant(Room(model, space, plenty, plenty), [plan]) is not None
+    assert best_variant(PlanRoom(model, space, plenty, plenty), [plan]) is not None
     assert asked
 
 
@@ -189,7 +189,7 @@ def test_where_the_fastest_fits_as_it_is_no_other_has_to(monkeypatch):
     monkeypatch.setattr(
         schedule_variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items)
     )
-    chosen = best_variant(Room(model, space, plenty, plenty), [plan])
+    chosen = best_variant(PlanRoom(model, space, plenty, plenty), [plan])
     assert [item for item, _ in asked] == [dataclasses.replace(chosen, predicted=None)]
     assert chosen.predicted.step_seconds == min(
         predict_with(model, item).step_seconds for item in _variants(plan, space)

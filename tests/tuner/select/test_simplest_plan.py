@@ -6,7 +6,7 @@ from lightning_mist.cost import StageCostModel, predict, predict_with
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.plan import SearchSpace
 from lightning_mist.plan.changes import burdens
-from lightning_mist.tuner.select.schedule_variants import Room
+from lightning_mist.tuner.select.schedule_variants import PlanRoom
 from lightning_mist.tuner.select.simplest_plan import (
     ALIKE,
     drop_savings,
@@ -95,7 +95,7 @@ def saving(schedule="zb-h1", **saved):
 def room(device, host, zero_stages=EVERY):
     """So many bytes of devices and of their hosts, for each stage."""
     space = apply(SearchSpace(zero_stages=zero_stages), NETWORK, 4, 4)
-    return Room(MODEL, space, lambda item: device, lambda item: host)
+    return PlanRoom(MODEL, space, lambda item: device, lambda item: host)
 
 
 def within(plan, more=0.0, zero_stages=EVERY):
