@@ -1,6 +1,7 @@
 """The house's own rules: how large folders and modules are, what names mean one thing, and who enters by which door."""
 
 import ast
+import re
 from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
@@ -114,6 +115,18 @@ def test_no_module_is_a_page_of_its_only_importer() -> None:
         and size + lines[importer] <= PAGE_WITH_IMPORTER
     }
     assert pages == set(PAGES_WITH_A_REASON)
+
+
+def test_names_of_arrays_end_in_letters_of_the_glossary() -> None:
+    glossary = (ROOT.parent / "docs" / "glossary.md").read_text(encoding="utf-8")
+    letters = set(re.findall(r"^\| `([A-Z])` \|", glossary, re.MULTILINE))
+    assert 8 <= len(letters) <= 10
+    unknown = defaultdict(set)
+    for path in ROOT.rglob("*.py"):
+        for name in set(re.findall(r"\b_?[a-z]\w*_\d?[A-Z]+\d?\b", path.read_text(encoding="utf-8"))):
+            if not {letter for letter in name.rpartition("_")[2] if letter.isupper()} <= letters:
+                unknown[name].add(name_of(path))
+    assert unknown == {}
 
 
 @pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder != ROOT], ids=lambda folder: folder.name)

@@ -8,8 +8,6 @@ other stages depends on where they lie, so that is asked about apart.
 
 Array axes
     K  candidates, of every stage as many as it came with, stage after stage
-    T  terms of what stages exchange
-    X  steady and boundary seconds
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -65,15 +63,15 @@ class StageCosts(ArrayRecord):
     """What candidates cost.
 
     Attributes:
-        own_XK: Steady and boundary seconds (axis ``X``) but for what is exchanged with other stages.
-        exchanged_XK: What is.
+        own_times_K: Steady and boundary seconds, in two rows, but for what is exchanged with other stages.
+        exchanged_times_K: What is.
         again_K: What every further stage behind adds to steady seconds.
         unhidden_K: Of the boundary seconds those that copies cannot hide.
         parts: What peaks are made of.
     """
 
-    own_XK: FloatArray
-    exchanged_XK: FloatArray
+    own_times_K: FloatArray
+    exchanged_times_K: FloatArray
     again_K: FloatArray
     unhidden_K: FloatArray
     parts: PeakParts
@@ -87,8 +85,8 @@ def evaluate(model: CostModel, stages: Sequence[Placed]) -> StageCosts:
     if any(profile.corrections for profile in profiles_of(model)):
         hidden_K = seconds.gather_K + seconds.reduce_K
     return StageCosts(
-        own_XK=seconds.own_XK,
-        exchanged_XK=seconds.exchanged_XK,
+        own_times_K=seconds.own_times_K,
+        exchanged_times_K=seconds.exchanged_times_K,
         again_K=seconds.again_K,
         unhidden_K=seconds.boundary_K - seconds.update_copies_K - hidden_K,
         parts=PeakParts.joined([found for _, found in parts]).take(_order(stages, [members for members, _ in parts])),
@@ -105,11 +103,11 @@ def own_seconds(model: CostModel, stages: Sequence[Placed]) -> StageSeconds:
 def _seconds(model: CostModel, stages: Sequence[Placed]) -> StageSeconds:
     """Seconds of the candidates of at least one stage, in one record."""
     begins, found = _begins(stages), own_seconds(model, stages)
-    exchanged_TK = np.empty((len(EXCHANGED), begins[-1]))
+    exchanged_by_term_K = np.empty((len(EXCHANGED), begins[-1]))
     for members in _groups(_exchange_key(slot) for slot, _ in stages).values():
         exchanged = model.exchanged(stages[members[0]][0], _candidates(stages, members))
-        exchanged_TK[:, _places(begins, members)] = exchanged
-    return replace(found, **dict(zip(EXCHANGED, exchanged_TK, strict=True)))
+        exchanged_by_term_K[:, _places(begins, members)] = exchanged
+    return replace(found, **dict(zip(EXCHANGED, exchanged_by_term_K, strict=True)))
 
 
 def _own_slot(slot: StageSlot, candidates: StageCandidates) -> StageSlot:

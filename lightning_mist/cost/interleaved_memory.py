@@ -5,8 +5,7 @@ What a device always holds is the union over its chunks; what changes over a bat
 
 Array axes
     S  stages
-    K  candidates
-    W  ways to recompute
+    K  candidates, and ways to recompute
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,24 +73,24 @@ class PlanPeaks:
     """Bytes of every stage's most loaded device, and of host memory that it needs, for several ways to recompute.
 
     Attributes:
-        device_SW: On the device; of chunks that share devices the same.
+        device_SK: On the device; of chunks that share devices the same.
     """
 
-    device_SW: FloatArray
-    host_SW: FloatArray
+    device_SK: FloatArray
+    host_SK: FloatArray
 
 
 def plans_peaks(model: Callable[[StageSlot], MemoryModel], plans: Sequence[tuple[Plan, IntArray]]) -> list[PlanPeaks]:
     """Peaks of plans, each with other numbers of recomputed layers, in whole bytes."""
     slots = [
-        [_recomputing(placed, count_W) for placed, count_W in zip(slots_of(plan), checkpointed_SW, strict=True)]
-        for plan, checkpointed_SW in plans
+        [_recomputing(placed, count_K) for placed, count_K in zip(slots_of(plan), checkpointed_SK, strict=True)]
+        for plan, checkpointed_SK in plans
     ]
     result = []
     for (plan, _), groups in zip(plans, _groups(model, [plan for plan, _ in plans], slots), strict=True):
         found = np.rint([(group.peaks(), group.host_bytes()) for group in groups])
-        device_SW, host_SW = np.tile(found, (plan.num_stages // plan.num_groups, 1, 1)).swapaxes(0, 1)
-        result.append(PlanPeaks(device_SW=device_SW, host_SW=host_SW))
+        device_SK, host_SK = np.tile(found, (plan.num_stages // plan.num_groups, 1, 1)).swapaxes(0, 1)
+        result.append(PlanPeaks(device_SK=device_SK, host_SK=host_SK))
     return result
 
 
@@ -101,18 +100,18 @@ def stage_peaks(
     """Bytes of one stage's most loaded device with other numbers of recomputed layers; not of chunks.
 
     Args:
-        plans: The plans, each with recomputed layers of that stage; axis ``W``.
+        plans: The plans, each with recomputed layers of that stage; axis ``K``.
         at: Which stage; ``-1`` is the last.
     """
-    placed = [_recomputing(slots_of(plan)[at], checkpointed_W) for plan, checkpointed_W in plans]
+    placed = [_recomputing(slots_of(plan)[at], checkpointed_K) for plan, checkpointed_K in plans]
     needs = needs_of_stages(model, placed)
     return [np.rint(item.peaks(moments_of(slot))) for item, (slot, _) in zip(needs, placed, strict=True)]
 
 
-def _recomputing(placed: Placed, checkpointed_W: IntArray) -> Placed:
+def _recomputing(placed: Placed, checkpointed_K: IntArray) -> Placed:
     slot, candidates = placed
-    same = candidates.take(np.zeros(len(checkpointed_W), dtype=np.int64))
-    return slot, replace(same, checkpointed_K=checkpointed_W)
+    same = candidates.take(np.zeros(len(checkpointed_K), dtype=np.int64))
+    return slot, replace(same, checkpointed_K=checkpointed_K)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +182,8 @@ def _needs(model: MemoryModel, chunks: Sequence[Placed], found: Sequence[StageNe
 
 def _with_away(needs: StageNeeds, away: float, counted: SharedOut) -> StageNeeds:
     """Needs whose working sets have as many parameters of other owners as any computation of the device's may."""
-    forward = max(0.0, away - float(counted.forward_AK.max()))
-    backward = max(0.0, away - float(counted.backward_AK.max()))
+    forward = max(0.0, away - float(counted.forward_RK.max()))
+    backward = max(0.0, away - float(counted.backward_RK.max()))
     return replace(
         needs,
         forward_K=needs.forward_K + forward,

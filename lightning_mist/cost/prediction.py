@@ -71,9 +71,9 @@ def _units(model: CostModel, slot: StageSlot, candidates: StageCandidates) -> It
     units, again_R = slice(int(regions.low_K[0]), int(regions.high_K[0])), np.zeros_like(seconds.recompute_R)
     again = slice(int(regions.first_K[0]), int(regions.middle_K[0]))
     again_R[again] = seconds.recompute_R[again]
-    for name, bytes_XU in model.memory(slot).of_units(slot, candidates).items():
+    for name, bytes_by_kind_R in model.memory(slot).of_units(slot, candidates).items():
         seconds_R = seconds.forward_R if name == "forward" else seconds.backward_R + again_R
-        yield f"bytes.{name}", tuple(np.stack([seconds_R[units], *bytes_XU], axis=1).reshape(-1).tolist())
+        yield f"bytes.{name}", tuple(np.stack([seconds_R[units], *bytes_by_kind_R], axis=1).reshape(-1).tolist())
 
 
 def _clocked(model: CostModel, plan: Plan) -> float:

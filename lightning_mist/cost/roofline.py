@@ -18,7 +18,7 @@ fastest matrix product and the bandwidth of the profile.
 
 Array axes
     R  regions
-    E  operators of one kind (and size) in one direction of a kind of region
+    K  operators of one kind (and size) in one direction of a kind of region
 """
 
 from collections.abc import Sequence
@@ -85,12 +85,12 @@ def _least_seconds(costs: RegionCosts, limits: Sequence[_Limit], weights: Sequen
     """The least seconds of forward and backward of every region, each operator on the kind where it weighs least."""
     total_R = np.zeros_like(costs.forward_flops_R)
     for work in (costs.forward_work, costs.backward_work):
-        needed_E = work.flops_E * np.array([_NEEDED.get(kind, 1.0) for kind in work.kinds])
-        least_E = np.full_like(needed_E, np.inf)
+        needed_K = work.flops_K * np.array([_NEEDED.get(kind, 1.0) for kind in work.kinds])
+        least_K = np.full_like(needed_K, np.inf)
         for item, weight in zip(limits, weights, strict=True):
-            busy_E = needed_E / item.peak if item.peak > 0 else np.zeros_like(needed_E)
-            least_E = np.minimum(least_E, weight * np.maximum(busy_E, work.moved_E / item.bandwidth))
-        total_R = total_R + work.sums(least_E)
+            busy_K = needed_K / item.peak if item.peak > 0 else np.zeros_like(needed_K)
+            least_K = np.minimum(least_K, weight * np.maximum(busy_K, work.moved_K / item.bandwidth))
+        total_R = total_R + work.sums(least_K)
     return total_R
 
 

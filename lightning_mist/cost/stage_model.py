@@ -304,11 +304,11 @@ class StageCostModel(PlanCosts):
         ranks = slot.shard_degree, shard_nodes(self.cluster, slot)
 
         def find() -> Beside:
-            unshard_R, reduce_FR = unit_seconds(self.profile, holdings.table, *ranks, even=holdings.is_even)
-            loads = unit_loads(compute, unshard_R, reduce_FR)
+            unshard_R, reduce_JR = unit_seconds(self.profile, holdings.table, *ranks, even=holdings.is_even)
+            loads = unit_loads(compute, unshard_R, reduce_JR)
             return Beside(
                 unshard_R=unshard_R,
-                reduce_FR=reduce_FR,
+                reduce_JR=reduce_JR,
                 row_R=holdings.table.reduced_row_R,
                 is_one_unit=holdings.is_one_unit,
                 sums=RowSums(loads, interference_of(*self._machine), ranks[1] > 1),

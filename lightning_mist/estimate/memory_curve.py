@@ -173,11 +173,11 @@ def _curve(
     updates = [(name, _numbers(terms)) for name, terms in updates_of(list(needs.values()))]
     pieces: list[tuple[float, str, Terms]] = []
     last = 0.0
-    parts_FK = parts_of(list(needs.values()))
+    parts_K = parts_of(list(needs.values()))
 
     @cache
     def terms_of(moment: Moment) -> Terms:
-        return _numbers(terms_at(moment, parts_FK))
+        return _numbers(terms_at(moment, parts_K))
 
     for action, waiting, computing in moments_in_order(actions, arrivals):
         span = at[action]

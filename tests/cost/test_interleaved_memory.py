@@ -86,9 +86,9 @@ def test_peaks_of_all_ways_to_recompute_are_those_of_each(schedule, zero, offloa
     groups = {"groups": 2} if schedule == "interleaved-1f1b" else {}
     plan = pipeline(*stages, rows=8, microbatches=microbatches, schedule=schedule, **groups)
     model = StageCostModel(network, profile(), cluster(plan.world_size))
-    counts_SW = np.array([[0, 1, 3, 2], [0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 2]])
-    (found,) = plans_peaks(model.memory, [(plan, counts_SW)])
-    for index, counts in enumerate(counts_SW.T.tolist()):
+    counts_SK = np.array([[0, 1, 3, 2], [0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 2]])
+    (found,) = plans_peaks(model.memory, [(plan, counts_SK)])
+    for index, counts in enumerate(counts_SK.T.tolist()):
         stages = tuple(
             dataclasses.replace(stage, checkpointing=Checkpointing(layers=count))
             for stage, count in zip(plan.stages, counts, strict=True)
@@ -96,8 +96,8 @@ def test_peaks_of_all_ways_to_recompute_are_those_of_each(schedule, zero, offloa
         wanted = plan_memory(model.memory, dataclasses.replace(plan, stages=stages))
         for stage, memory in enumerate(wanted):
             # Their terms are rounded one by one.
-            assert abs(found.device_SW[stage, index] - memory.peak_bytes) <= 5
-            assert found.host_SW[stage, index] == memory.host_bytes
+            assert abs(found.device_SK[stage, index] - memory.peak_bytes) <= 5
+            assert found.host_SK[stage, index] == memory.host_bytes
 
 
 def _merged(plan):
@@ -113,9 +113,9 @@ def _merged(plan):
 def test_a_stage_by_itself_needs_what_it_needs_among_all(at):
     network, plan = spec(6, widths=(3000,)), pipeline(*[{"layers": 2, "data": 2}] * 3, rows=8, schedule="zb-h1")
     model = StageCostModel(network, profile(), cluster(plan.world_size))
-    counts_SW = np.array([[0, 1, 2]] * 3)
-    wanted_W = plans_peaks(model.memory, [(plan, counts_SW)])[0].device_SW[at]
+    counts_SK = np.array([[0, 1, 2]] * 3)
+    wanted_K = plans_peaks(model.memory, [(plan, counts_SK)])[0].device_SK[at]
     longer = pipeline({"layers": 6, "data": plan.world_size}, schedule=plan.schedule)
-    found_W, other_W = stage_peaks(model.memory, [(plan, counts_SW[at]), (longer, np.array([4]))], at)
-    assert found_W.tolist() == wanted_W.tolist()
-    assert other_W.tolist() == plans_peaks(model.memory, [(longer, np.array([[4]]))])[0].device_SW[at].tolist()
+    found_K, other_K = stage_peaks(model.memory, [(plan, counts_SK[at]), (longer, np.array([4]))], at)
+    assert found_K.tolist() == wanted_K.tolist()
+    assert other_K.tolist() == plans_peaks(model.memory, [(longer, np.array([[4]]))])[0].device_SK[at].tolist()

@@ -53,9 +53,9 @@ def test_rows_and_degrees_can_be_pinned():
 
 def test_recomputation_can_be_none_or_all():
     space = apply(SearchSpace(checkpointed_shares=(0.0, 1.0)), ALIKE, 4, 16)
-    window_C, kept_C = space.recomputed(np.arange(1, 7))
-    found_C = {(int(window) + 1, int(kept)) for window, kept in zip(window_C, kept_C, strict=True)}
-    assert found_C == {(layers, kept) for layers in range(1, 7) for kept in (0, layers)}
+    window_J, kept_K = space.recomputed(np.arange(1, 7))
+    found_K = {(int(window) + 1, int(kept)) for window, kept in zip(window_J, kept_K, strict=True)}
+    assert found_K == {(layers, kept) for layers in range(1, 7) for kept in (0, layers)}
 
 
 @pytest.mark.parametrize("name", ["num_stages", "layer_cuts", "zero_stages", "offload_ratios", "chunks"])

@@ -117,7 +117,7 @@ def stages_that_fit(instance, model, plans):
         parts = [_parts_of(instance, stage) for stage in plan.stages]
         device_S = np.array([min(instance.limit(part) for part in own) for own in parts])
         host_S = np.array([min(instance.host_limit(part) for part in own) for own in parts])
-        yield (peaks.device_SW[:, 0] <= device_S) & (peaks.host_SW[:, 0] <= host_S)
+        yield (peaks.device_SK[:, 0] <= device_S) & (peaks.host_SK[:, 0] <= host_S)
 
 
 def _parts_of(instance, stage):
@@ -192,7 +192,7 @@ def _limited(question, rng):
         for index, rows in enumerate(choices):
             plans = [saving(whole, index, row) for row in rows[:: max(1, len(rows) // 8)]]
             asked = [(plan, np.array([[stage.checkpointing.layers] for stage in plan.stages])) for plan in plans]
-            peaks += [found.device_SW[index, 0] for found in plans_peaks(model.memory, asked)]
+            peaks += [found.device_SK[index, 0] for found in plans_peaks(model.memory, asked)]
     peak_K = np.sort(peaks)
     wanted = int(peak_K[int(rng.random() * (len(peak_K) - 1))] * rng.choice([0.8, 1.0, 1.02, 1.3]) / 0.8) + 1
     parts = [

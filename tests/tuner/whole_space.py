@@ -295,14 +295,14 @@ class Prices:
     """Stage candidates of one place with what they cost.
 
     Attributes:
-        range_K2: First layer and one past the last.
+        ranges_K: First layer and one past the last.
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         peak_K: Peak bytes of a device.
         host_K: Bytes of host memory of a device.
     """
 
-    range_K2: np.ndarray
+    ranges_K: np.ndarray
     steady_K: np.ndarray
     boundary_K: np.ndarray
     peak_K: np.ndarray
@@ -329,8 +329,8 @@ def _prices(model, slot, rows):
         if (moves_K == moves).any():
             costs[:, moves_K == moves] = _costs(model, slot, rows[moves_K == moves], moves)
     steady_K, boundary_K, peak_K, host_K = costs
-    range_K2 = rows[:, :2].astype(np.int64)
-    return Prices(range_K2=range_K2, steady_K=steady_K, boundary_K=boundary_K, peak_K=peak_K, host_K=host_K)
+    ranges_K = rows[:, :2].astype(np.int64)
+    return Prices(ranges_K=ranges_K, steady_K=steady_K, boundary_K=boundary_K, peak_K=peak_K, host_K=host_K)
 
 
 def _costs(model, slot, rows, moves):
@@ -367,8 +367,8 @@ def options_of(instance, count, parts, index, kind, *, reduced):
     """By range of layers: what a stage may be; and how many candidates there are."""
     prices = priced(instance, count, parts, index, kind)
     found = {}
-    for start, end in np.unique(prices.range_K2, axis=0).tolist():
-        here_K = (prices.range_K2 == (start, end)).all(axis=1)
+    for start, end in np.unique(prices.ranges_K, axis=0).tolist():
+        here_K = (prices.ranges_K == (start, end)).all(axis=1)
         allowed_K = here_K & (prices.host_K <= instance.host_limit(parts[index]))
         fit_J = np.flatnonzero(allowed_K & (prices.peak_K <= instance.limit(parts[index])))
         if reduced:

@@ -2,7 +2,7 @@
 
 Array axes
     K  candidates
-    U  distinct questions among them
+    J  distinct questions among them
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,11 @@ Record = TypeVar("Record", bound="ArrayRecord")
 
 
 class ArrayRecord:
-    """Base of frozen, slotted dataclasses whose arrays share an axis, the first or the last by their names' letters.
+    """Base of frozen, slotted dataclasses whose arrays share an axis, one of those that letters of their names say.
 
-    Of ``parts_FK`` the axis ``K`` is the last. Records among the fields have as many entries and go along; a field that
-    may be ``None`` is an array or a record. What is named otherwise belongs to all entries alike.
+    Letters say the last axes: of ``times_by_kind_K`` the axis ``K`` is the last. Records among the fields have as many
+    entries and go along; a field that may be ``None`` is an array or a record. What is named otherwise belongs to all
+    entries alike.
     """
 
     __slots__ = ()
@@ -59,8 +60,8 @@ def _layout(record: type[Any]) -> tuple[tuple[str, int | None], ...]:
         found: list[tuple[str, int | None]] = []
         for name in (field.name for field in fields(record)):
             letters = name.rpartition("_")[2]
-            is_along = letters.isupper() and record.AXIS in (letters[0], letters[-1])
-            found.append((name, (0 if letters[0] == record.AXIS else -1) if is_along else None))
+            is_along = letters.isupper() and record.AXIS in letters
+            found.append((name, letters.index(record.AXIS) - len(letters) if is_along else None))
         _layouts[record] = tuple(sorted(found, key=lambda item: item[1] is None))
     return _layouts[record]
 
@@ -81,7 +82,8 @@ def _taken(value: Any, index: IntArray | slice, axis: int | None) -> Any:
         return value
     if not isinstance(index, slice):
         return value.take(index, axis=axis)
-    return value[index] if axis == 0 else value[..., index]
+    place = (..., index, *(slice(None),) * (-1 - axis))
+    return value[place]
 
 
 def _joined(values: list[Any], axis: int | None) -> Any:
@@ -116,8 +118,8 @@ def distinct(values: NDArray[Any]) -> NDArray[Any]:
 def distinct_codes(code_K: IntArray, size: int) -> tuple[IntArray, IntArray]:
     """The distinct ones among small numbers, ascending, and which of them each candidate has."""
     if size > min(_MARKED, _SPARSE * len(code_K) + 1024):
-        code_U, inverse_K = np.unique(code_K, return_inverse=True)
-        return code_U, inverse_K.reshape(-1)
+        code_J, inverse_K = np.unique(code_K, return_inverse=True)
+        return code_J, inverse_K.reshape(-1)
     occurs = np.zeros(size, dtype=np.int64)
     occurs[code_K] = 1
     return np.flatnonzero(occurs), (np.cumsum(occurs) - 1)[code_K]
@@ -127,22 +129,22 @@ def distinct_rows(*columns: NDArray[Any]) -> tuple[FloatArray, IntArray]:
     """The distinct rows of some columns, and which of them each candidate has.
 
     Returns:
-        The rows, ascending, with axes ``U`` and column; and for each candidate the index of its row.
+        The rows, ascending, with axes ``J`` and column; and for each candidate the index of its row.
     """
     code_K, size = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
         count, place_K = _places(column)
         if size * count > _LARGEST:
-            code_U, code_K = np.unique(code_K, return_inverse=True)
-            code_K, size = code_K.reshape(-1), len(code_U)
+            code_J, code_K = np.unique(code_K, return_inverse=True)
+            code_K, size = code_K.reshape(-1), len(code_J)
         code_K, size = code_K * count + place_K, size * count
-    code_U, inverse_K = distinct_codes(code_K, size)
-    first_U = np.empty(len(code_U), dtype=np.int64)
+    code_J, inverse_K = distinct_codes(code_K, size)
+    first_J = np.empty(len(code_J), dtype=np.int64)
     # The last assignment stays: backwards, the first candidate of each.
-    first_U[inverse_K[::-1]] = np.arange(len(inverse_K))[::-1]
-    rows = np.empty((len(code_U), len(columns)))
+    first_J[inverse_K[::-1]] = np.arange(len(inverse_K))[::-1]
+    rows = np.empty((len(code_J), len(columns)))
     for index, column in enumerate(columns):
-        rows[:, index] = column[first_U]
+        rows[:, index] = column[first_J]
     return rows, inverse_K
 
 
@@ -152,8 +154,8 @@ def _places(values_K: NDArray[Any]) -> tuple[int, IntArray]:
         return 1, np.zeros(len(values_K), dtype=np.int64)
     if values_K.dtype.kind in "iu" and len(values_K) and values_K.min() >= 0 and values_K.max() < _DENSE:
         return int(values_K.max()) + 1, values_K.astype(np.int64)
-    values_U, inverse_K = np.unique(values_K, return_inverse=True)
-    return max(1, len(values_U)), inverse_K.reshape(-1)
+    values_J, inverse_K = np.unique(values_K, return_inverse=True)
+    return max(1, len(values_J)), inverse_K.reshape(-1)
 
 
 def prefix_sums(values_R: FloatArray) -> FloatArray:

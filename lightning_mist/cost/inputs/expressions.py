@@ -6,8 +6,6 @@ generating and compiling code takes a hundred times as long. What is no polynomi
 is a part of; the least and the largest of several are made of these, and for anything else code is generated.
 
 Array axes
-    E  expressions
-    J  monomials
     K  configurations
 """
 
@@ -155,10 +153,10 @@ def compile_expressions(
     polynomials = [variables.polynomial(expression) for expression in given]
     monomials = tuple(dict.fromkeys(monomial for polynomial in polynomials for monomial in polynomial))
     place = {monomial: index for index, monomial in enumerate(monomials)}
-    coefficients_EJ = np.zeros((len(given), len(monomials)))
+    coefficients = np.zeros((len(given), len(monomials)))
     for row, polynomial in enumerate(polynomials):
         for monomial, coefficient in polynomial.items():
-            coefficients_EJ[row, place[monomial]] = float(coefficient)
+            coefficients[row, place[monomial]] = float(coefficient)
 
     def evaluate(*arguments: npt.ArrayLike) -> FloatArray:
         arrays = np.broadcast_arrays(*(np.asarray(argument, dtype=np.float64) for argument in arguments))
@@ -167,9 +165,9 @@ def compile_expressions(
         for make in variables.made:
             values.append(make(values))
         count = arrays[0].size if arrays else 1
-        monomials_JK = np.empty((len(monomials), count))
+        values_by_monomial = np.empty((len(monomials), count))
         for index, monomial in enumerate(monomials):
-            monomials_JK[index] = _monomial(monomial, values)
-        return (coefficients_EJ @ monomials_JK).reshape(len(given), *shape)
+            values_by_monomial[index] = _monomial(monomial, values)
+        return (coefficients @ values_by_monomial).reshape(len(given), *shape)
 
     return evaluate

@@ -3,7 +3,7 @@
 Array axes
     P  parameters
     R  regions
-    F  regions at which a stage may begin, as far as they differ
+    J  regions at which a stage may begin, as far as they differ
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class ParameterTable:
             is no matrix, or an embedding.
         uses_PR: Number of regions below ``r`` that use the parameter, ``r`` in ``0 .. L + 2``.
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
-        reduced_FR: Bytes of those gradients that are complete, in backward, with the one of region ``r``: of trained
+        reduced_JR: Bytes of those gradients that are complete, in backward, with the one of region ``r``: of trained
             parameters that no region before uses in a stage that begins with region ``f``. Stages whose first regions
             make no difference share a row.
         reduced_row_R: Row of these two for a stage that begins with each region.
@@ -45,8 +45,8 @@ class ParameterTable:
     single_R: FloatArray
     used_R: FloatArray
     trained_R: FloatArray
-    reduced_FR: FloatArray
-    reductions_FR: FloatArray
+    reduced_JR: FloatArray
+    reductions_JR: FloatArray
     reduced_row_R: IntArray
     count_R: FloatArray
 
@@ -95,8 +95,8 @@ def _trained(trainable_P: FloatArray, uses_PR: IntArray) -> dict[str, Any]:
         "trainable_P": trainable_P,
         "single_R": (trainable_P * alone_P) @ used_PR.astype(np.float64),
         "trained_R": trainable_P @ used_PR.astype(np.float64),
-        "reduced_FR": np.stack([trainable_P @ first_PR for first_PR in rows]),
-        "reductions_FR": np.stack([(trainable_P > 0) @ first_PR.astype(np.float64) for first_PR in rows]),
+        "reduced_JR": np.stack([trainable_P @ first_PR for first_PR in rows]),
+        "reductions_JR": np.stack([(trainable_P > 0) @ first_PR.astype(np.float64) for first_PR in rows]),
         "reduced_row_R": row_R,
     }
 

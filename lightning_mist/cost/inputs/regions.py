@@ -3,10 +3,10 @@
 Array axes
     R  regions in execution order: the head, every layer, the tail (``L + 2`` of them)
     L  layers
-    B  cuts ``0 .. L``: cut ``k`` lies before layer ``k``; nothing is sent over cuts 0 and L
     P  parameters
-    E  operators of one kind (and size) in one direction of a kind of region
-    K  whatever the caller asks about
+    K  whatever the caller asks about; of work operators of one kind (and size) in one direction of a kind of region
+
+Cuts are ``0 .. L``: cut ``k`` lies before layer ``k``; nothing is sent over cuts 0 and L.
 
 With context parallelism of degree ``c`` a device computes on ``s / c`` tokens of the same rows and with all parameters:
 activations and what stages exchange are those of the shorter sequence. The head is computed whole by all of them, and
@@ -71,14 +71,14 @@ def key_value_bytes(spec: ModelSpec, whole: "RegionCosts") -> FloatArray:
     The FLOPs of attention say how large queries are. Masks are not counted: keys are no larger than queries.
     """
     work = whole.forward_work
-    is_attention_E = np.array([kind in ("attention", "causal_attention") for kind in work.kinds], dtype=bool)
+    is_attention_K = np.array([kind in ("attention", "causal_attention") for kind in work.kinds], dtype=bool)
     itemsize = {"16": 2, "bf16": 2, "transformer": 2, "64": 8}.get(spec.precision.split("-")[0], 4)
-    queries_E = work.flops_E / (4.0 * (spec.sequence_length or 1)) * itemsize
-    keys_E = np.clip(work.moved_E - 2 * queries_E, 0.0, 2 * queries_E)
-    keys_R = work.sums(np.where(is_attention_E, keys_E, 0.0))
-    has_attention_R = work.sums(is_attention_E.astype(np.float64)) > 0
+    queries_K = work.flops_K / (4.0 * (spec.sequence_length or 1)) * itemsize
+    keys_K = np.clip(work.moved_K - 2 * queries_K, 0.0, 2 * queries_K)
+    keys_R = work.sums(np.where(is_attention_K, keys_K, 0.0))
+    has_attention_R = work.sums(is_attention_K.astype(np.float64)) > 0
     # What a layer hands on: one hidden state, and the few small tensors that cross cuts beside it.
-    handed = max(whole.boundary_B.max(initial=0.0), whole.checkpointed_saved_R[1:-1].max(initial=0.0))
+    handed = max(whole.boundary_by_cut.max(initial=0.0), whole.checkpointed_saved_R[1:-1].max(initial=0.0))
     keys_R = np.where(has_attention_R, keys_R, KEY_VALUE_STATES * handed)
     keys_R[[0, -1]] = 0.0
     return keys_R
@@ -136,20 +136,20 @@ class RegionWork:
     """The work of one direction of every region, by kind of operator; see :class:`OperatorCost`.
 
     Attributes:
-        of_E: Which kind of region each entry belongs to.
-        flops_E, moved_E, calls_E: What its operators do together, and how many they are.
+        of_K: Which kind of region each entry belongs to.
+        flops_K, moved_K, calls_K: What its operators do together, and how many they are.
     """
 
     kinds: tuple[OperatorKind, ...]
-    of_E: IntArray
-    flops_E: FloatArray
-    moved_E: FloatArray
-    calls_E: FloatArray
+    of_K: IntArray
+    flops_K: FloatArray
+    moved_K: FloatArray
+    calls_K: FloatArray
     of_R: IntArray
 
-    def sums(self, values_E: FloatArray) -> FloatArray:
+    def sums(self, values_K: FloatArray) -> FloatArray:
         """Sums over the entries of every region."""
-        sums = np.bincount(self.of_E, values_E, minlength=int(self.of_R.max()) + 1).astype(float)
+        sums = np.bincount(self.of_K, values_K, minlength=int(self.of_R.max()) + 1).astype(float)
         return sums[self.of_R]
 
 
@@ -187,8 +187,8 @@ class RegionCosts:
     weight_R: FloatArray
     handed_R: FloatArray
     checkpointed_handed_R: FloatArray
-    boundary_B: FloatArray
-    gradient_boundary_B: FloatArray
+    boundary_by_cut: FloatArray
+    gradient_boundary_by_cut: FloatArray
     forward_collectives: Collectives
     backward_collectives: Collectives
     batch_bytes: float
@@ -198,8 +198,8 @@ class RegionCosts:
     @property
     def is_causal_R(self) -> FloatArray:
         """1 where fused attention skips what lies behind a causal mask, 0 elsewhere."""
-        is_causal_E = np.array([kind == "causal_attention" for kind in self.forward_work.kinds], dtype=float)
-        return np.minimum(self.forward_work.sums(is_causal_E), 1.0)
+        is_causal_K = np.array([kind == "causal_attention" for kind in self.forward_work.kinds], dtype=float)
+        return np.minimum(self.forward_work.sums(is_causal_K), 1.0)
 
 
 def regions_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
@@ -255,8 +255,8 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
             forward_work=done["forward"],
             backward_work=done["backward"],
             recompute_work=done["recompute" if is_partial else "forward"],
-            boundary_B=rest[: len(cuts)],
-            gradient_boundary_B=rest[len(cuts) : 2 * len(cuts)],
+            boundary_by_cut=rest[: len(cuts)],
+            gradient_boundary_by_cut=rest[len(cuts) : 2 * len(cuts)],
             forward_collectives=exchanges[0],
             backward_collectives=exchanges[1],
             batch_bytes=float(rest[-2]),
@@ -290,10 +290,10 @@ def _region_work(kinds: Sequence[LayerSpec], kind_R: IntArray, direction: str, s
     items = [(index, item) for index, kind in enumerate(kinds) for item in _work(kind, direction)]
     return RegionWork(
         kinds=tuple(item.kind for _, item in items),
-        of_E=np.array([index for index, _ in items], dtype=np.int64),
-        flops_E=sizes[0],
-        moved_E=sizes[1],
-        calls_E=np.array([item.calls for _, item in items], dtype=np.float64),
+        of_K=np.array([index for index, _ in items], dtype=np.int64),
+        flops_K=sizes[0],
+        moved_K=sizes[1],
+        calls_K=np.array([item.calls for _, item in items], dtype=np.float64),
         of_R=kind_R,
     )
 
@@ -378,12 +378,12 @@ class StageRegions(ArrayRecord):
 
 
 def runs_between(
-    low_A: IntArray, high_A: IntArray, near: Sequence[IntArray], changes: Iterable[int]
+    low_J: IntArray, high_J: IntArray, near: Sequence[IntArray], changes: Iterable[int]
 ) -> tuple[IntArray, IntArray]:
     """Regions of stages cut into runs.
 
     Args:
-        low_A: The first region of each stage; and so on of regions past the last.
+        low_J: The first region of each stage; and so on of regions past the last.
         near: Where each stage is cut, as far as that lies inside it.
         changes: Where every stage is cut.
 
@@ -391,11 +391,11 @@ def runs_between(
         The first region of each run, in order, and how many it has, 0 where a stage has no more; axes for runs and for
         stages.
     """
-    mark_JA = np.stack([low_A, *near, *(np.full(len(low_A), change) for change in changes), high_A])
-    mark_JA = np.sort(np.clip(mark_JA, low_A, high_A), axis=0)
-    count_JA = np.diff(mark_JA, axis=0)
-    order_JA = np.argsort(count_JA == 0, axis=0, kind="stable")[: int((count_JA > 0).sum(axis=0).max(initial=0))]
-    return np.minimum(np.take_along_axis(mark_JA, order_JA, 0), high_A - 1), np.take_along_axis(count_JA, order_JA, 0)
+    mark_RJ = np.stack([low_J, *near, *(np.full(len(low_J), change) for change in changes), high_J])
+    mark_RJ = np.sort(np.clip(mark_RJ, low_J, high_J), axis=0)
+    count_RJ = np.diff(mark_RJ, axis=0)
+    order_RJ = np.argsort(count_RJ == 0, axis=0, kind="stable")[: int((count_RJ > 0).sum(axis=0).max(initial=0))]
+    return np.minimum(np.take_along_axis(mark_RJ, order_RJ, 0), high_J - 1), np.take_along_axis(count_RJ, order_RJ, 0)
 
 
 def parameter_regions(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:

@@ -16,8 +16,6 @@ backward, the filling of gradient buckets, the optimizer's step, the gathering o
 Array axes
     K  candidates
     R  regions
-    X  moments, and what comes after the last backward
-    T  terms, in the order of :data:`TERMS`
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -111,17 +109,19 @@ def device_memory(
         always: What is there all the time, of all stages together; what comes after the last backward likewise.
         host_K: Pinned host memory of each.
     """
-    parts_FK = parts_of(chunks)
-    found = [*((moment.kind, terms_at(moment, parts_FK)) for moment in moments), *update]
-    terms_XTK = np.zeros((len(found), len(TERMS), parts_FK.shape[1]))
+    parts_K = parts_of(chunks)
+    found = [*((moment.kind, terms_at(moment, parts_K)) for moment in moments), *update]
+    terms_by_moment_K = np.zeros((len(found), len(TERMS), parts_K.shape[1]))
     for index, (_, terms) in enumerate(found):
         for name, value in (*always.items(), *terms.items()):
-            terms_XTK[index, TERMS.index(name)] += value
-    at_K = terms_XTK.sum(axis=1).argmax(axis=0)
+            terms_by_moment_K[index, TERMS.index(name)] += value
+    at_K = terms_by_moment_K.sum(axis=1).argmax(axis=0)
     return tuple(
         StageMemory(
             phase=found[at][0],
-            terms=tuple((term, round(value)) for term, value in zip(TERMS, terms_XTK[at, :, index], strict=True)),
+            terms=tuple(
+                (term, round(value)) for term, value in zip(TERMS, terms_by_moment_K[at, :, index], strict=True)
+            ),
             host_bytes=round(host_K[index]),
         )
         for index, at in enumerate(at_K)
@@ -256,7 +256,7 @@ class MemoryModel:
             more_K = shares.trained_K - held.trained_K / degree + waits_K
             imbalance_K = np.where(zero_K >= ZeroStage.GRADIENTS, more_K, 0.0)
             shards_K = zero_K >= ZeroStage.PARAMETERS
-            away = shares.forward_AK * shards_K, shares.backward_AK * shards_K
+            away = shares.forward_RK * shards_K, shares.backward_RK * shards_K
         return StageRuns(
             start_K=candidates.start_K,
             middle_K=candidates.start_K + candidates.checkpointed_K,
@@ -268,8 +268,8 @@ class MemoryModel:
             together_gradient_bytes_K=held.together_K,
             imbalance_K=imbalance_K,
             sent_K=sent_K,
-            forward_away_AK=away[0],
-            backward_away_AK=away[1],
+            forward_away_RK=away[0],
+            backward_away_RK=away[1],
             variant_K=candidates.variant_K,
         )
 
@@ -302,10 +302,10 @@ class MemoryModel:
             gradients_K=factor * gradients_K,
             reused_K=factor * held.reused_K,
             # Context-parallel ranks lay out in stripes what arrives as one run of tokens.
-            entering_K=costs.boundary_B[candidates.start_K]
+            entering_K=costs.boundary_by_cut[candidates.start_K]
             * (1 + (context > 1 and stripes_of(self.spec.sequence_length or 1, context) > 1)),
-            leaving_K=costs.gradient_boundary_B[candidates.end_K],
-            returned_K=costs.gradient_boundary_B[candidates.start_K],
+            leaving_K=costs.gradient_boundary_by_cut[candidates.end_K],
+            returned_K=costs.gradient_boundary_by_cut[candidates.start_K],
             together_K=factor * held.together_K,
             host_state_K=np.zeros(len(candidates)),
             host_microbatch_K=np.zeros(len(candidates)),
@@ -368,9 +368,9 @@ class MemoryModel:
         """
         some, part, stays = candidates, self, 0.0
         if (offload := candidates.offload) is not None:
-            pairs_VX = kept_pairs(candidates, np.column_stack([offload.kept_KX, offload.gradients_K]))
-            stays = float(staying_bytes(self, slot, candidates, pairs_VX)[0])
-            part = cast(MemoryModel, resident_part(self, pairs_VX))
+            ratios_J = kept_pairs(candidates, np.column_stack([offload.kept_ratios_K, offload.gradients_K]))
+            stays = float(staying_bytes(self, slot, candidates, ratios_J)[0])
+            part = cast(MemoryModel, resident_part(self, ratios_J))
             some = replace(candidates, offload=None, variant_K=np.zeros(1, dtype=np.int64))
         degree, zero_stage = slot.shard_degree, int(some.zero_stage_K[0])
         runs = part.runs(some, part.holdings.of(some), degree, part.shares(some, degree))
@@ -417,7 +417,7 @@ class MemoryModel:
             # What was received is there until its gradient leaves: a sum, and what is being added to it, beside the
             # gradient of the microbatch before.
             costs = self.costs(slot.rows, slot.context_parallel_degree)
-            sent_K = costs.boundary_B[candidates.start_K] + 3 * costs.gradient_boundary_B[candidates.start_K]
+            sent_K = costs.boundary_by_cut[candidates.start_K] + 3 * costs.gradient_boundary_by_cut[candidates.start_K]
             filled = {"transfer_bytes": sent_K * reduces_K, "working_bytes": filled_K * reduces_K}
             flat_K = np.where(even_K & ~reduces_K, held.unit_K, held.bucket_K)
             gathered_K = np.minimum(BUCKETS_IN_FLIGHT * flat_K, held.trained_K) * gathers_K

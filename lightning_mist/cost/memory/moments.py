@@ -7,10 +7,6 @@ peak of any number of candidates is the largest entry of one product of matrices
 other one exceeds, as needs are never negative.
 
 Devices that run several stages, the chunks of interleaved 1F1B, count the things of each of them.
-
-Array axes
-    X  moments
-    F  what is counted, in the order of :data:`COUNTED`, of chunk after chunk
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -104,7 +100,7 @@ class Moment(NamedTuple):
     Attributes:
         kind: What is computed, in words; the first backward of a batch is the one that makes the gradients.
             ``"transfer"`` if nothing is: what was sent before has not been let go of yet.
-        counts: How often each thing is there; axis ``F``.
+        counts: How often each thing is there, in the order of :data:`COUNTED`, of chunk after chunk.
     """
 
     kind: str
@@ -160,13 +156,13 @@ def _moments(
 def _largest(moments: Iterable[Moment]) -> Moments:
     """The moments of which no other one has as much of everything, in their order."""
     found = tuple(dict.fromkeys(moments))
-    counts_FX = np.array([moment.counts for moment in found], dtype=np.int32).T.copy()
-    kept, exceeds_X = [], np.ones(len(found), dtype=bool)
+    counts_by_thing = np.array([moment.counts for moment in found], dtype=np.int32).T.copy()
+    kept, exceeds = [], np.ones(len(found), dtype=bool)
     # What exceeds another comes first, as it has more in all.
-    for index in np.argsort(-counts_FX.sum(axis=0), kind="stable").tolist():
-        if exceeds_X[index]:
+    for index in np.argsort(-counts_by_thing.sum(axis=0), kind="stable").tolist():
+        if exceeds[index]:
             kept.append(index)
-            exceeds_X &= (counts_FX > counts_FX[:, index : index + 1]).any(axis=0)
+            exceeds &= (counts_by_thing > counts_by_thing[:, index : index + 1]).any(axis=0)
     return tuple(found[index] for index in sorted(kept))
 
 
@@ -219,5 +215,5 @@ def in_flight(moments: Moments, chunk: int = 0) -> int:
 
 @lru_cache(maxsize=4096)
 def counts_of(moments: Moments) -> FloatArray:
-    """How often everything is there; axes ``X`` and ``F``."""
+    """How often everything is there; axes moment and thing."""
     return np.array([moment.counts for moment in moments], dtype=np.float64)

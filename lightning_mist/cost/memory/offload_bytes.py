@@ -35,9 +35,7 @@ Array axes
     K  candidates
     P  parameters
     R  regions
-    V  variants: distinct ratios of what layers keep and of gradients
-    W  networks with other trained parameters
-    X  kinds of state
+    J  variants: distinct ratios of what layers keep and of gradients
 """
 
 from collections.abc import Callable, Mapping
@@ -82,26 +80,26 @@ def unadjusted(costs: RegionCosts) -> RegionCosts:
     return costs
 
 
-def offloaded_activations(costs: RegionCosts, kept_VX: FloatArray) -> RegionCosts:
+def offloaded_activations(costs: RegionCosts, kept_ratios_J: FloatArray) -> RegionCosts:
     """Costs of regions whose layers have offloaded a share of what they keep, as the module's docstring says.
 
     Args:
-        kept_VX: The share in each of several variants, of layers that are not recomputed and of those that are; what is
-            changed has a row for each.
+        kept_ratios_J: The share in each of several variants, of layers that are not recomputed and of those that are;
+            what is changed has a row for each.
     """
     changed: dict[str, Any] = {}
     below = list[FloatArray]()
-    for kind, way, ratio_V in (("", "", kept_VX[:, 0]), ("checkpointed_", "recompute_", kept_VX[:, 1])):
+    for kind, way, ratio_J in (("", "", kept_ratios_J[:, 0]), ("checkpointed_", "recompute_", kept_ratios_J[:, 1])):
         kept_R, handed_R = getattr(costs, f"{kind}saved_R"), getattr(costs, f"{kind}handed_R")
-        away_VR = _moved(ratio_V[:, None], np.concatenate([handed_R[:1], kept_R[1:-1], [0.0]]))
-        handed_VR = np.where(away_VR > 0, ratio_V[:, None] * handed_R, 0.0)
+        away_JR = _moved(ratio_J[:, None], np.concatenate([handed_R[:1], kept_R[1:-1], [0.0]]))
+        handed_JR = np.where(away_JR > 0, ratio_J[:, None] * handed_R, 0.0)
         # What the last layer hands to the tail is the tail's.
-        away_VR[:, -2] -= handed_VR[:, -2]
-        changed[f"{kind}saved_R"], changed[f"{kind}handed_R"] = kept_R - away_VR, handed_R - handed_VR
+        away_JR[:, -2] -= handed_JR[:, -2]
+        changed[f"{kind}saved_R"], changed[f"{kind}handed_R"] = kept_R - away_JR, handed_R - handed_JR
         for name in (f"{way}backward_peak_R", f"first_{way}backward_peak_R"):
-            changed[name] = getattr(costs, name) + away_VR
+            changed[name] = getattr(costs, name) + away_JR
         # What a layer is given leaves, and comes, with what it keeps itself: the layer below has what that is given.
-        below.append(_behind(away_VR, 1) + _behind(handed_VR, 2))
+        below.append(_behind(away_JR, 1) + _behind(handed_JR, 2))
     return replace(costs, **changed, below=(below[0], below[1]))
 
 
@@ -111,9 +109,9 @@ def _moved(ratio: FloatArray, kept: FloatArray) -> FloatArray:
     return np.where(moved < LEAST_BYTES, 0.0, moved)
 
 
-def _behind(values_VR: FloatArray, count: int) -> FloatArray:
+def _behind(values_JR: FloatArray, count: int) -> FloatArray:
     """Of each region the value of one so many places in front of it."""
-    return np.pad(values_VR[:, :-count], ((0, 0), (count, 0)))
+    return np.pad(values_JR[:, :-count], ((0, 0), (count, 0)))
 
 
 class OffloadingModel(Protocol):
@@ -139,33 +137,33 @@ class OffloadingModel(Protocol):
         """Variants with other parameters and changed costs of regions, built once for each key."""
 
 
-def resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
+def resident_part(model: OffloadingModel, ratios_J: FloatArray) -> OffloadingModel:
     """The networks of what resident on the device: gradients of offloaded parameters are made and are gone."""
 
     def build() -> tuple[VariantHoldings, Adjustment]:
-        ratios_W, network_V = np.unique(pairs_VX[:, -1], return_inverse=True)
-        networks = [model.parted(0.0), *(model.parted(float(ratio)) for ratio in ratios_W)]
-        holdings = VariantHoldings(networks, 1 + network_V.reshape(-1))
-        return holdings, partial(offloaded_activations, kept_VX=pairs_VX[:, :-1])
+        network_ratios, network_by_variant = np.unique(ratios_J[:, -1], return_inverse=True)
+        networks = [model.parted(0.0), *(model.parted(float(ratio)) for ratio in network_ratios)]
+        holdings = VariantHoldings(networks, 1 + network_by_variant.reshape(-1))
+        return holdings, partial(offloaded_activations, kept_ratios_J=ratios_J[:, :-1])
 
-    return model.variants(tuple(map(tuple, pairs_VX.tolist())), build)
+    return model.variants(tuple(map(tuple, ratios_J.tolist())), build)
 
 
-def kept_pairs(candidates: StageCandidates, pair_KX: FloatArray) -> FloatArray:
+def kept_pairs(candidates: StageCandidates, ratios_K: FloatArray) -> FloatArray:
     """Ratios of what layers keep and of gradients; where all layers keep alike both of the first are that of these."""
-    checkpointed_K, pair_KX = candidates.checkpointed_K, pair_KX.copy()
-    np.copyto(pair_KX[:, 0], pair_KX[:, 1], where=checkpointed_K == candidates.end_K - candidates.start_K)
-    np.copyto(pair_KX[:, 1], pair_KX[:, 0], where=checkpointed_K == 0)
-    return pair_KX
+    checkpointed_K, ratios_K = candidates.checkpointed_K, ratios_K.copy()
+    np.copyto(ratios_K[:, 0], ratios_K[:, 1], where=checkpointed_K == candidates.end_K - candidates.start_K)
+    np.copyto(ratios_K[:, 1], ratios_K[:, 0], where=checkpointed_K == 0)
+    return ratios_K
 
 
 def staying_bytes(
-    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, pair_KX: FloatArray
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios_K: FloatArray
 ) -> FloatArray:
     """Bytes of what the last recomputed layer hands on that stay, as the next layer, which keeps it, moves less."""
     costs = model.costs(slot.rows, slot.context_parallel_degree)
     kept_K = costs.checkpointed_saved_R[candidates.start_K + candidates.checkpointed_K]
-    stays_K: FloatArray = np.maximum(_moved(pair_KX[:, 1], kept_K) - _moved(pair_KX[:, 0], kept_K), 0.0)
+    stays_K: FloatArray = np.maximum(_moved(ratios_K[:, 1], kept_K) - _moved(ratios_K[:, 0], kept_K), 0.0)
     return stays_K
 
 
@@ -175,7 +173,7 @@ def offloaded_needs(
     """What the memory of candidates is made of that offload something beyond what they are without."""
     if not len(plain):
         return model.needs(slot, plain)
-    pairs_VX, pair_K = distinct_rows(*offload.kept_KX.T, offload.gradients_K)
+    ratios_J, pair_K = distinct_rows(*offload.kept_ratios_K.T, offload.gradients_K)
     whole, degree = model.needs(slot, plain), slot.shard_degree
 
     def shares(ratio_K: FloatArray, since: ZeroStage, *, trained: bool = True) -> Shares:
@@ -183,7 +181,7 @@ def offloaded_needs(
         return model.states.of(plain, ratio_K, degree, plain.zero_stage_K >= since, trained=trained)
 
     offloaded = (shares(offload.gradients_K, ZeroStage.GRADIENTS), shares(offload.gradients_K, ZeroStage.OPTIMIZER))
-    resident = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded[0])
+    resident = resident_needs(model, slot, plain, whole, (ratios_J, pair_K), offloaded[0])
     parameters = shares(offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
     optimizer = shares(offload.optimizer_K, ZeroStage.OPTIMIZER)
     largest_K = model.holdings.of(plain).largest_K
@@ -229,13 +227,13 @@ def resident_needs(
         pairs: Distinct ratios of what layers keep and of gradients, the last; and which of them each candidate has.
         gradients: Shares of gradients, shared out from ZeRO-2 on.
     """
-    pairs_VX, pair_K = pairs
+    ratios_J, pair_K = pairs
     stays_K: FloatArray | float = 0.0
-    if (pairs_VX[:, 0] != pairs_VX[:, 1]).any():
-        pair_KX = kept_pairs(plain, pairs_VX[pair_K])
-        stays_K = staying_bytes(model, slot, plain, pair_KX)
-        pairs_VX, pair_K = distinct_rows(*pair_KX.T)
-    found = resident_part(model, pairs_VX).needs(slot, replace(plain, variant_K=pair_K))
+    if (ratios_J[:, 0] != ratios_J[:, 1]).any():
+        ratios_K = kept_pairs(plain, ratios_J[pair_K])
+        stays_K = staying_bytes(model, slot, plain, ratios_K)
+        ratios_J, pair_K = distinct_rows(*ratios_K.T)
+    found = resident_part(model, ratios_J).needs(slot, replace(plain, variant_K=pair_K))
     # All updated parameters are given out, wherever their gradients were.
     gathered = {"working_bytes": dict(whole.update).get("parameter gathering", {}).get("working_bytes", 0.0)}
     factor = model.spec.optimizer.gradient_bytes_per_parameter_byte

@@ -11,11 +11,8 @@ beside them are the offloaded parameters of a third unit. All of it is from the 
 :func:`lightning_mist.cost.memory.offload_bytes.offloaded_needs`.
 
 Array axes
-    B  stages
-    H  ratios of parameters
-    G  ratios of gradients
-    Z  ratios of optimizer state
-    A  ratios of what layers keep
+    S  stages
+    C  ratios of parameters, of gradients, of optimizer state, of what layers keep, in this order
     K  stages with pairs of ratios: of every stage all pairs, those of what layers keep running fastest
 """
 
@@ -61,39 +58,39 @@ class OffloadParts:
     Attributes:
         resident: What pairs of ratios leave on the device, buffers of gradients and all that is never offloaded
             included.
-        beside_BG: What of it is there in the optimizer's step.
-        parameters_BH: Parameters that stay, and buffers of others.
-        step_BZ: The optimizer's temporaries where neither parameters nor gradients are offloaded.
-        unit_BZ: The same where some are: of one unit.
-        third_BH: Offloaded parameters that are there in the step only.
+        beside_SC: What of it is there in the optimizer's step.
+        parameters_SC: Parameters that stay, and buffers of others.
+        step_SC: The optimizer's temporaries where neither parameters nor gradients are offloaded.
+        unit_SC: The same where some are: of one unit.
+        third_SC: Offloaded parameters that are there in the step only.
         whole: Those of stages that torch's own module may run, where nothing is moved.
-        unjoined_BGA: What comes after the last backward where ZeRO-1 has even pieces unit by unit, which stages have
+        unjoined_SCC: What comes after the last backward where ZeRO-1 has even pieces unit by unit, which stages have
             that move more than activations.
     """
 
     resident: PeakParts
-    beside_BG: FloatArray
-    parameters_BH: FloatArray
-    optimizer_BZ: FloatArray
-    step_BZ: FloatArray
-    unit_BZ: FloatArray
-    third_BH: FloatArray
-    host_parameters_BH: FloatArray
-    host_gradients_BG: FloatArray
-    host_optimizer_BZ: FloatArray
+    beside_SC: FloatArray
+    parameters_SC: FloatArray
+    optimizer_SC: FloatArray
+    step_SC: FloatArray
+    unit_SC: FloatArray
+    third_SC: FloatArray
+    host_parameters_SC: FloatArray
+    host_gradients_SC: FloatArray
+    host_optimizer_SC: FloatArray
     host_activations_K: FloatArray
     whole: PeakParts | None
-    unjoined_BGA: FloatArray
+    unjoined_SCC: FloatArray
 
     @classmethod
     def of(cls, model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> "OffloadParts":
         """Those of the stages of one slot, which come without ratios."""
         count, spec = len(candidates), model.spec.optimizer
         state, factor = spec.state_bytes_per_parameter_byte, spec.gradient_bytes_per_parameter_byte
-        zero_B, ranks = candidates.zero_stage_K, slot.shard_degree
+        zero_S, ranks = candidates.zero_stage_K, slot.shard_degree
 
         def shares(values: tuple[float, ...], since: ZeroStage, *, trained: bool = True) -> Shares:
-            return model.states.of_ratios(candidates, values, ranks, zero_B >= since, trained=trained)
+            return model.states.of_ratios(candidates, values, ranks, zero_S >= since, trained=trained)
 
         parameters = shares(ratios.parameters, ZeroStage.PARAMETERS, trained=False)
         gradients = shares(ratios.gradients, ZeroStage.GRADIENTS)
@@ -101,44 +98,44 @@ class OffloadParts:
         owned = shares(ratios.gradients, ZeroStage.OPTIMIZER)
         optimizer = owned if ratios.optimizer == ratios.gradients else shares(ratios.optimizer, ZeroStage.OPTIMIZER)
         whole = model.needs(slot, candidates)
-        pairs_VX = np.array([(*kept, g) for g in ratios.gradients for kept in ratios.kept])
-        of_K, pair_K = np.divmod(np.arange(count * len(pairs_VX)), len(pairs_VX))
+        ratios_J = np.array([(*kept, g) for g in ratios.gradients for kept in ratios.kept])
+        of_K, pair_K = np.divmod(np.arange(count * len(ratios_J)), len(ratios_J))
         every = len(ratios.kept)
         # Of the gradients' shares of all stages, which have no axis for activations.
         place_K = np.arange(len(of_K)) // every
         of_pairs = gradients.take(place_K)
         plain = candidates.take(of_K)
-        resident = resident_needs(model, slot, plain, whole.take(of_K), (pairs_VX, pair_K), of_pairs)
+        resident = resident_needs(model, slot, plain, whole.take(of_K), (ratios_J, pair_K), of_pairs)
         resident = resident.without("parameter_bytes", "optimizer_bytes")
         buffers = parameter_buffers(model, slot, candidates)
-        largest_B1 = model.holdings.of(candidates).largest_K[:, None]
+        largest_S1 = model.holdings.of(candidates).largest_K[:, None]
         parts, shape = PeakParts.of(resident), (count, len(ratios.gradients), every)
         unjoined_K = most_of(unjoined(model, slot, plain, resident.update))
         return cls(
             resident=parts,
-            beside_BG=factor * (owned.resident_K - owned.single_K) + parts.always_K[::every].reshape(count, -1),
-            parameters_BH=parameters.resident_K + buffers[0][:, None] * parameters.largest_K,
-            optimizer_BZ=state * (optimizer.resident_K + BUFFERS * optimizer.passing(in_parts=spec.is_entrywise)),
-            step_BZ=step_bytes(model, optimizer, largest_B1, False),
-            unit_BZ=step_bytes(model, optimizer, largest_B1, True),
-            third_BH=buffers[1][:, None] * parameters.largest_K,
-            host_parameters_BH=parameters.offloaded_K,
-            host_gradients_BG=factor * (gradients if adds_in_host(slot) else owned).offloaded_K,
-            host_optimizer_BZ=state * optimizer.offloaded_K,
+            beside_SC=factor * (owned.resident_K - owned.single_K) + parts.always_K[::every].reshape(count, -1),
+            parameters_SC=parameters.resident_K + buffers[0][:, None] * parameters.largest_K,
+            optimizer_SC=state * (optimizer.resident_K + BUFFERS * optimizer.passing(in_parts=spec.is_entrywise)),
+            step_SC=step_bytes(model, optimizer, largest_S1, False),
+            unit_SC=step_bytes(model, optimizer, largest_S1, True),
+            third_SC=buffers[1][:, None] * parameters.largest_K,
+            host_parameters_SC=parameters.offloaded_K,
+            host_gradients_SC=factor * (gradients if adds_in_host(slot) else owned).offloaded_K,
+            host_optimizer_SC=state * optimizer.offloaded_K,
             host_activations_K=whole.saved_K[of_K] - resident.saved_K,
             whole=None if model.plain(slot, candidates) is None else PeakParts.of(whole),
-            unjoined_BGA=(parts.always_K + unjoined_K).reshape(shape),
+            unjoined_SCC=(parts.always_K + unjoined_K).reshape(shape),
         )
 
     def __len__(self) -> int:
         """Number of stages."""
-        return len(self.beside_BG)
+        return len(self.beside_SC)
 
     def take(self, index_J: IntArray) -> "OffloadParts":
         """Those of the stages at some indices."""
         pairs = len(self.host_activations_K) // max(1, len(self))
         index_K = (index_J[:, None] * pairs + np.arange(pairs)).reshape(-1)
-        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if "_B" in name}
+        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if "_S" in name}
         return OffloadParts(
             resident=self.resident.take(index_K),
             host_activations_K=self.host_activations_K[index_K],
@@ -147,26 +144,26 @@ class OffloadParts:
         )
 
     def peaks(self, moments: Moments) -> FloatArray:
-        """Peak bytes of every stage with every combination of ratios; axes ``B``, ``H``, ``G``, ``Z``, ``A``."""
-        pairs_BGA = self.resident.peaks(moments).reshape(*self.beside_BG.shape, -1)
-        offloads_BHG = (self.host_parameters_BH[:, :, None] > 0) | (self.host_gradients_BG[:, None] > 0)
-        step_BHGZ = np.where(offloads_BHG[..., None], self.unit_BZ[:, None, None], self.step_BZ[:, None, None])
-        step_BHGZ += (self.third_BH[:, :, None] + self.beside_BG[:, None])[..., None]
-        rest_BHGZA = np.maximum(pairs_BGA[:, None, :, None], step_BHGZ[..., None])
-        joined_BA = rest_BHGZA[:, 0, 0, 0].copy()
-        np.maximum(rest_BHGZA, self.unjoined_BGA[:, None, :, None], out=rest_BHGZA)
+        """Peak bytes of every stage with every combination of ratios; axes ``SCCCC``."""
+        pairs_SCC = self.resident.peaks(moments).reshape(*self.beside_SC.shape, -1)
+        offloads_SCC = (self.host_parameters_SC[:, :, None] > 0) | (self.host_gradients_SC[:, None] > 0)
+        step_SCCC = np.where(offloads_SCC[..., None], self.unit_SC[:, None, None], self.step_SC[:, None, None])
+        step_SCCC += (self.third_SC[:, :, None] + self.beside_SC[:, None])[..., None]
+        rest_SCCCC = np.maximum(pairs_SCC[:, None, :, None], step_SCCC[..., None])
+        joined_SC = rest_SCCCC[:, 0, 0, 0].copy()
+        np.maximum(rest_SCCCC, self.unjoined_SCC[:, None, :, None], out=rest_SCCCC)
         # Ratios ascend from 0.
-        rest_BHGZA[:, 0, 0, 0] = joined_BA
-        held_BHZ = self.parameters_BH[:, :, None] + self.optimizer_BZ[:, None]
-        peak_BHGZA: FloatArray = rest_BHGZA + held_BHZ[:, :, None, :, None]
+        rest_SCCCC[:, 0, 0, 0] = joined_SC
+        held_SCC = self.parameters_SC[:, :, None] + self.optimizer_SC[:, None]
+        peak_SCCCC: FloatArray = rest_SCCCC + held_SCC[:, :, None, :, None]
         if self.whole is not None:
-            whole_B = self.whole.peaks(moments)
-            peak_BHGZA = np.where(self.host_bytes(moments) > 0, peak_BHGZA, whole_B[:, None, None, None, None])
-        return peak_BHGZA
+            whole_S = self.whole.peaks(moments)
+            peak_SCCCC = np.where(self.host_bytes(moments) > 0, peak_SCCCC, whole_S[:, None, None, None, None])
+        return peak_SCCCC
 
     def host_bytes(self, moments: Moments) -> FloatArray:
         """Pinned host memory of the same."""
-        offloaded_BGA = in_flight(moments) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
-        states_BGZ = self.host_gradients_BG[:, :, None] + self.host_optimizer_BZ[:, None, :]
-        rest_BGZA = offloaded_BGA[:, :, None, :] + states_BGZ[..., None]
-        return self.host_parameters_BH[:, :, None, None, None] + rest_BGZA[:, None]
+        offloaded_SCC = in_flight(moments) * self.host_activations_K.reshape(*self.beside_SC.shape, -1)
+        states_SCC = self.host_gradients_SC[:, :, None] + self.host_optimizer_SC[:, None, :]
+        rest_SCCC = offloaded_SCC[:, :, None, :] + states_SCC[..., None]
+        return self.host_parameters_SC[:, :, None, None, None] + rest_SCCC[:, None]

@@ -3,16 +3,13 @@
 Which parameters are offloaded is said in :mod:`lightning_mist.cost.memory.offload_bytes`.
 
 Array axes
-    K  candidates
+    K  candidates; of some stages what one rank has of one unit
     P  parameters
     R  regions
     S  stages
-    H  parameters of all of some stages, one stage after another
+    J  parameters of all of some stages, one stage after another
     N  ranks of all of them, as far as they own anything
-    U  what one rank has of one unit
-    C  any of these three
-    J  some parameters, or some stages
-    V  ratios
+    C  ratios
 """
 
 from dataclasses import dataclass
@@ -167,9 +164,9 @@ class StateShares:
             shards_K: Whether they own a part each; otherwise every rank has all.
         """
         low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
-        pairs_UX, pair_K = distinct_rows(np.where(shards_K, ranks, 1), ratio_K)
+        pairs, pair_K = distinct_rows(np.where(shards_K, ranks, 1), ratio_K)
         found = np.empty((len(Shares.__slots__), len(low_K)))
-        for pair, (count, ratio) in enumerate(pairs_UX.tolist()):
+        for pair, (count, ratio) in enumerate(pairs.tolist()):
             at_J = np.flatnonzero(pair_K == pair)
             found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], int(count), (ratio,), trained)[..., 0]
         return Shares(**dict(zip(Shares.__slots__, found, strict=True)))
@@ -213,20 +210,20 @@ class StateShares:
             The least of each, with a first axis for the three places.
         """
         spec, key = self._holdings.spec, (values, ranks, buffers, trained, is_summed, in_parts)
-        found_XL = self._least.setdefault(key, np.full((3, spec.num_layers), np.nan))
-        new_L = distinct(layers_K[np.isnan(found_XL[0, layers_K])])
+        least_by_place_L = self._least.setdefault(key, np.full((3, spec.num_layers), np.nan))
+        new_L = distinct(layers_K[np.isnan(least_by_place_L[0, layers_K])])
         if len(new_L):
             start_K = np.concatenate([0 * new_L, 1 + 0 * new_L, spec.num_layers - new_L])
             ranges = covered(spec, start_K, start_K + np.tile(new_L, 3))
-            resident_KV, _, largest_KV, _, single_KV, room_KV = self._of_ranks(*ranges, ranks, values, trained)
-            held_KV = resident_KV + buffers * (room_KV if in_parts else largest_KV) + is_summed * single_KV
-            found_XL[:, new_L] = held_KV.min(axis=1).reshape(3, -1)
-        return found_XL[:, layers_K]
+            resident_KC, _, largest_KC, _, single_KC, room_KC = self._of_ranks(*ranges, ranks, values, trained)
+            held_KC = resident_KC + buffers * (room_KC if in_parts else largest_KC) + is_summed * single_KC
+            least_by_place_L[:, new_L] = held_KC.min(axis=1).reshape(3, -1)
+        return least_by_place_L[:, layers_K]
 
     def _of_ranks(
         self, low_K: IntArray, high_K: IntArray, ranks: int, values: tuple[float, ...], trained: bool
     ) -> FloatArray:
-        """The figures of :class:`Shares` with every ratio; axes figure, ``K`` and ``V``."""
+        """The figures of :class:`Shares` with every ratio; axes figure, ``K`` and ``C``."""
         # What ranks have a part of each of lies in flat storages.
         trained, count = trained or (self._is_trained and (ranks == 1 or self._is_padded)), len(values)
         figures = len(Shares.__slots__)
@@ -234,53 +231,53 @@ class StateShares:
         if key not in self._ranges:
             self._ranges[key] = ByRange(self._holdings.table.uses_PR.shape[1], figures * count)
 
-        def make(_: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
-            return self._compute(low_U, high_U, ranks, values, trained)
+        def make(_: int, low_J: IntArray, high_J: IntArray) -> FloatArray:
+            return self._compute(low_J, high_J, ranks, values, trained)
 
-        found_XK = self._ranges[key].of(low_K, high_K, make)
-        result: FloatArray = found_XK.reshape(figures, count, -1).transpose(0, 2, 1)
+        figures_K = self._ranges[key].of(low_K, high_K, make)
+        result: FloatArray = figures_K.reshape(figures, count, -1).transpose(0, 2, 1)
         return result
 
     def _compute(
         self, low_S: IntArray, high_S: IntArray, ranks: int, values: tuple[float, ...], trained: bool
     ) -> FloatArray:
-        """The figures of :class:`Shares` of stages with every ratio; axes figure and ``V``, and ``S``."""
+        """The figures of :class:`Shares` of stages with every ratio; axes figure and ``C``, and ``S``."""
         table = self._holdings.table
         bytes_P = table.trainable_P if trained else table.bytes_P if ranks == 1 else padded(table.bytes_P)
         owners, ranges = self._holdings.owners, zip(low_S.tolist(), high_S.tolist(), strict=True)
         cells = [owners.cells(low, high, ranks) for low, high in ranges]
-        stage_H = np.repeat(np.arange(len(cells)), [len(held_J) for held_J, _, _ in cells])
-        held_H, owner_H, shares_H = (np.concatenate(items) for items in zip(*cells, strict=True))
+        stage_J = np.repeat(np.arange(len(cells)), [len(held_J) for held_J, _, _ in cells])
+        parameter_J, owner_J, among_J = (np.concatenate(items) for items in zip(*cells, strict=True))
         # Whole numbers of bytes, times the ranks, so that sums are exact.
-        bytes_H = bytes_P[held_H] * (ranks // shares_H)
+        bytes_J = bytes_P[parameter_J] * (ranks // among_J)
         # The first unit of this stage that uses it.
-        unit_H = self._next_PR[held_H, low_S[stage_H]]
+        unit_J = self._next_PR[parameter_J, low_S[stage_J]]
         # What one rank has of one unit, as far as there is anything.
-        rank_H = stage_H * ranks + owner_H
-        code_U, at_H = np.unique(rank_H * table.uses_PR.shape[1] + unit_H, return_inverse=True)
-        rank_N, at_U = np.unique(code_U // table.uses_PR.shape[1], return_inverse=True)
-        offloaded_VH = bytes_H * np.stack([self.offloaded(ratio, trained=trained)[held_H] for ratio in values])
-        all_U, offloaded_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(offloaded_VH, at_H, len(code_U))
-        resident_VN, offloaded_VN = (
-            _summed(cells_VU, at_U, len(rank_N)) for cells_VU in (all_U - offloaded_VU, offloaded_VU)
+        rank_J = stage_J * ranks + owner_J
+        code_K, at_J = np.unique(rank_J * table.uses_PR.shape[1] + unit_J, return_inverse=True)
+        rank_N, at_K = np.unique(code_K // table.uses_PR.shape[1], return_inverse=True)
+        offloaded_CJ = bytes_J * np.stack([self.offloaded(ratio, trained=trained)[parameter_J] for ratio in values])
+        all_K, offloaded_CK = _summed(bytes_J[None], at_J, len(code_K)), _summed(offloaded_CJ, at_J, len(code_K))
+        resident_CN, offloaded_CN = (
+            _summed(cells_CK, at_K, len(rank_N)) for cells_CK in (all_K - offloaded_CK, offloaded_CK)
         )
         regions = table.uses_PR.shape[1]
-        is_layer_U = (code_U % regions > 0) & (code_U % regions < regions - 2)
+        is_layer_K = (code_K % regions > 0) & (code_K % regions < regions - 2)
         found = np.zeros((len(Shares.__slots__), len(values), len(cells)))
-        stages = (rank_N // ranks,) * 2 + (rank_N[at_U] // ranks,) * 2 + (stage_H, rank_N[at_U] // ranks)
-        figures = resident_VN, offloaded_VN, offloaded_VU, all_U, offloaded_VH, offloaded_VU * is_layer_U
-        for figure, (stage_C, cells_VC) in enumerate(zip(stages, figures, strict=True)):
-            present_J, begin_J = np.unique(stage_C, return_index=True)
-            found[figure][:, present_J] = np.maximum.reduceat(cells_VC, begin_J, axis=1) / ranks
+        stages = (rank_N // ranks,) * 2 + (rank_N[at_K] // ranks,) * 2 + (stage_J, rank_N[at_K] // ranks)
+        figures = resident_CN, offloaded_CN, offloaded_CK, all_K, offloaded_CJ, offloaded_CK * is_layer_K
+        for figure, (stages_of, figures_C) in enumerate(zip(stages, figures, strict=True)):
+            present_J, begin_J = np.unique(stages_of, return_index=True)
+            found[figure][:, present_J] = np.maximum.reduceat(figures_C, begin_J, axis=1) / ranks
         found[:2] += self._piece * (high_S - low_S) * [(shares_J > 1).any() for *_, shares_J in cells] * (found[:2] > 0)
-        largest_VS, room_VS = found[2], found[5]
-        found[5] = np.where((room_VS == 0) | (ranks > 1), largest_VS, np.minimum(room_VS, largest_VS))
+        largest_CS, room_CS = found[2], found[5]
+        found[5] = np.where((room_CS == 0) | (ranks > 1), largest_CS, np.minimum(room_CS, largest_CS))
         return found.reshape(-1, len(cells))
 
 
-def _summed(weights_VH: FloatArray, place_H: IntArray, count: int) -> FloatArray:
-    """Sums of what has the same place, in every row; axes ``V`` and place."""
-    rows = len(weights_VH)
-    place_VH = place_H.reshape(-1) + count * np.arange(rows)[:, None]
-    found = np.bincount(place_VH.reshape(-1), weights=weights_VH.reshape(-1), minlength=rows * count)
+def _summed(weights_CJ: FloatArray, place_J: IntArray, count: int) -> FloatArray:
+    """Sums of what has the same place, in every row; axes ``C`` and place."""
+    rows = len(weights_CJ)
+    place_CJ = place_J.reshape(-1) + count * np.arange(rows)[:, None]
+    found = np.bincount(place_CJ.reshape(-1), weights=weights_CJ.reshape(-1), minlength=rows * count)
     return found.astype(np.float64, copy=False).reshape(rows, count)

@@ -16,11 +16,9 @@ themselves, what those of weights need stays of every unit above.
 
 Array axes
     K  candidate stages
-    A  lines: distinct stages, by the layers that they have and recompute
-    J  places in their lists of rows; where ``AK`` are axes, A is where in a stage: the head, the layer behind it (of
+    J  lines: distinct stages, by the layers that they have and recompute
+    R  units, which are regions, or places in their lists of rows; of what is away the head, the layer behind it (of
        several), other layers, the tail
-    R  units, which are regions
-    V  variants of a network
 """
 
 from collections.abc import Mapping
@@ -62,7 +60,7 @@ class StageRuns(ArrayRecord):
         imbalance_K: From ZeRO-2 on, what the fullest rank owns of all gradients beyond an equal share.
         sent_K: From ZeRO-2 on, bytes that are there while gradients are reduced to be added, by theirs: pieces lie
             beside the buffer.
-        forward_away_AK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``A``).
+        forward_away_RK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``R``).
     """
 
     start_K: IntArray
@@ -75,8 +73,8 @@ class StageRuns(ArrayRecord):
     together_gradient_bytes_K: FloatArray
     imbalance_K: FloatArray
     sent_K: FloatArray
-    forward_away_AK: FloatArray
-    backward_away_AK: FloatArray
+    forward_away_RK: FloatArray
+    backward_away_RK: FloatArray
     variant_K: IntArray | None = None
 
 
@@ -189,25 +187,25 @@ class _Lists:
     """Rows of stages in the order of forward, alike ones as one.
 
     Attributes:
-        count_JA: How many units in a row have one like it; 0 where a list has come to its end.
-        kept_JA: Where as little is kept as of a recomputed layer.
-        behind_JA: Where the peak is that of a recomputed layer.
-        below_JA: Where there is a unit in front; in ``below_again_JA``, where it is recomputed, or a head that keeps
+        count_RJ: How many units in a row have one like it; 0 where a list has come to its end.
+        kept_RJ: Where as little is kept as of a recomputed layer.
+        behind_RJ: Where the peak is that of a recomputed layer.
+        below_RJ: Where there is a unit in front; in ``below_again_RJ``, where it is recomputed, or a head that keeps
             as little.
-        where_JA: Place in the axis of what is away.
-        top_JA: The last unit of each stage.
+        where_RJ: Place in the axis of what is away.
+        top_RJ: The last unit of each stage.
     """
 
-    unit_JA: IntArray
-    count_JA: FloatArray
-    edge_JA: BoolArray
-    tail_JA: BoolArray
-    top_JA: BoolArray
-    kept_JA: BoolArray
-    behind_JA: BoolArray
-    below_JA: BoolArray
-    below_again_JA: BoolArray
-    where_JA: IntArray
+    unit_RJ: IntArray
+    count_RJ: FloatArray
+    edge_RJ: BoolArray
+    tail_RJ: BoolArray
+    top_RJ: BoolArray
+    kept_RJ: BoolArray
+    behind_RJ: BoolArray
+    below_RJ: BoolArray
+    below_again_RJ: BoolArray
+    where_RJ: IntArray
 
 
 @lru_cache(maxsize=MOST_LISTS)
@@ -220,28 +218,28 @@ def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool
         looks: Whether what is away for the first of several layers counts, what is reduced at the last unit, and what
             the layer in front has moved.
     """
-    code_A = np.frombuffer(codes, dtype=np.int64)
-    first_A, end_A, middle_A = 1 + code_A // width**2, 1 + code_A // width % width, 1 + code_A % width
-    low_A, high_A = first_A - (first_A == 1), end_A + (end_A == width - 1)
+    code_J = np.frombuffer(codes, dtype=np.int64)
+    first_J, end_J, middle_J = 1 + code_J // width**2, 1 + code_J // width % width, 1 + code_J % width
+    low_J, high_J = first_J - (first_J == 1), end_J + (end_J == width - 1)
     # Rows are alike between places where units change, or what lies around them.
     away, reduces, moves = looks
-    near = [first_A, middle_A, end_A, *([first_A + 1] if away else []), *([high_A - 1] if reduces else [])]
-    near += [low_A + 1, middle_A + 1] if moves else []
-    unit_JA, count_JA = runs_between(low_A, high_A, near, changes)
-    head_JA, tail_JA = unit_JA < first_A, unit_JA >= end_A
-    again_JA = (unit_JA < middle_A) & ~head_JA
+    near = [first_J, middle_J, end_J, *([first_J + 1] if away else []), *([high_J - 1] if reduces else [])]
+    near += [low_J + 1, middle_J + 1] if moves else []
+    unit_RJ, count_RJ = runs_between(low_J, high_J, near, changes)
+    head_RJ, tail_RJ = unit_RJ < first_J, unit_RJ >= end_J
+    again_RJ = (unit_RJ < middle_J) & ~head_RJ
     return _Lists(
-        unit_JA=unit_JA,
-        count_JA=count_JA.astype(np.float64),
-        edge_JA=head_JA | tail_JA,
-        tail_JA=tail_JA,
-        top_JA=unit_JA == high_A - 1,
+        unit_RJ=unit_RJ,
+        count_RJ=count_RJ.astype(np.float64),
+        edge_RJ=head_RJ | tail_RJ,
+        tail_RJ=tail_RJ,
+        top_RJ=unit_RJ == high_J - 1,
         # The head in front of a recomputed layer keeps as little, and the tail's peak is as behind one.
-        kept_JA=again_JA | (head_JA & (middle_A > first_A)),
-        behind_JA=again_JA | (tail_JA & (middle_A == end_A)),
-        below_JA=unit_JA > low_A,
-        below_again_JA=(unit_JA <= middle_A) & (middle_A > first_A),
-        where_JA=np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == 1) & (first_A == 1) & (end_A > 2)))),
+        kept_RJ=again_RJ | (head_RJ & (middle_J > first_J)),
+        behind_RJ=again_RJ | (tail_RJ & (middle_J == end_J)),
+        below_RJ=unit_RJ > low_J,
+        below_again_RJ=(unit_RJ <= middle_J) & (middle_J > first_J),
+        where_RJ=np.where(head_RJ, 0, np.where(tail_RJ, 3, 2 - ((unit_RJ == 1) & (first_J == 1) & (end_J > 2)))),
     )
 
 
@@ -257,55 +255,55 @@ class PassBytes:
 
     def __init__(self, loads: UnitLoads, runs: StageRuns, *, by_unit: bool = False) -> None:
         self.loads, self.runs = loads, runs
-        away, width = bool(runs.forward_away_AK.any() or runs.backward_away_AK.any()), loads.width
-        code_A, self._line_K = distinct_codes((runs.start_K * width + runs.end_K) * width + runs.middle_K, width**3)
+        away, width = bool(runs.forward_away_RK.any() or runs.backward_away_RK.any()), loads.width
+        code_J, self._line_K = distinct_codes((runs.start_K * width + runs.end_K) * width + runs.middle_K, width**3)
         changes = tuple(range(width)) if by_unit else loads.changes
-        lists = self._lists = _lists(code_A.tobytes(), width, changes, (away, loads.reduces, loads.moves))
-        self.count_JK, self._unit_JK = self._each(lists.count_JA), self._each(lists.unit_JA)
+        lists = self._lists = _lists(code_J.tobytes(), width, changes, (away, loads.reduces, loads.moves))
+        self.count_RK, self._unit_RK = self._each(lists.count_RJ), self._each(lists.unit_RJ)
         if runs.variant_K is not None:
-            self._unit_JK += runs.variant_K * width
-        self._behind_JK = self._unit_JK + self._each(loads.size * lists.behind_JA)
+            self._unit_RK += runs.variant_K * width
+        self._behind_RK = self._unit_RK + self._each(loads.size * lists.behind_RJ)
         # What the layer in front has moved is still on its way to the host, or on its way back.
-        self._moved_JK: FloatArray | float = 0.0
+        self._moved_RK: FloatArray | float = 0.0
         if loads.moves:
-            unit_JK = self._unit_JK + self._each(loads.size * lists.below_again_JA)
-            self._moved_JK = loads.values["below"].take(unit_JK) * self._each(lists.below_JA)
-        self._kept_JK = loads.values["kept"].take(self._unit_JK + self._each(loads.size * lists.kept_JA))
+            unit_RK = self._unit_RK + self._each(loads.size * lists.below_again_RJ)
+            self._moved_RK = loads.values["below"].take(unit_RK) * self._each(lists.below_RJ)
+        self._kept_RK = loads.values["kept"].take(self._unit_RK + self._each(loads.size * lists.kept_RJ))
         # Behind the first stage the head is run too, as far as the batch alone determines it.
         self.saved_K: FloatArray = np.where(runs.start_K == 0, 0.0, loads.costs.shared_saved_bytes)
-        alive_JK = np.cumsum(self.count_JK * self._kept_JK, axis=0) + self.saved_K
-        if len(alive_JK):
-            self.saved_K = alive_JK[-1].copy()
+        alive_RK = np.cumsum(self.count_RK * self._kept_RK, axis=0) + self.saved_K
+        if len(alive_RK):
+            self.saved_K = alive_RK[-1].copy()
         # What is kept up to each unit; a row that no unit has finds nothing.
-        if not lists.count_JA.all():
-            alive_JK[self.count_JK == 0] = -np.inf
-        self._alive_JK = alive_JK
+        if not lists.count_RJ.all():
+            alive_RK[self.count_RK == 0] = -np.inf
+        self._alive_RK = alive_RK
 
-    def _each(self, value_JA: NDArray[Any]) -> NDArray[Any]:
+    def _each(self, value_RJ: NDArray[Any]) -> NDArray[Any]:
         """What every line has, of every candidate."""
-        return value_JA.take(self._line_K, axis=1)
+        return value_RJ.take(self._line_K, axis=1)
 
     def _of(self, name: str) -> FloatArray:
-        return self.loads.values[name].take(self._unit_JK)
+        return self.loads.values[name].take(self._unit_RK)
 
-    def _peak(self, name: str, away_AK: FloatArray, *, temporaries: bool) -> FloatArray | float:
+    def _peak(self, name: str, away_RK: FloatArray, *, temporaries: bool) -> FloatArray | float:
         """What rows need while they run, parameters included that are there only for them."""
         if not temporaries:
-            return self._away(away_AK)
-        peak_JK: FloatArray = self.loads.values[name].take(self._behind_JK) + self._away(away_AK)
-        return peak_JK + self._moved_JK
+            return self._away(away_RK)
+        peak_RK: FloatArray = self.loads.values[name].take(self._behind_RK) + self._away(away_RK)
+        return peak_RK + self._moved_RK
 
-    def _away(self, away_AK: FloatArray) -> FloatArray | float:
+    def _away(self, away_RK: FloatArray) -> FloatArray | float:
         """Parameters that are there only for a unit, by where it is in its stage."""
-        if not away_AK.any():
+        if not away_RK.any():
             return 0.0
-        return np.take_along_axis(away_AK, self._each(self._lists.where_JA), 0)
+        return np.take_along_axis(away_RK, self._each(self._lists.where_RJ), 0)
 
     def _under_way(self, pending_K: FloatArray | float, times_K: FloatArray | float) -> FloatArray | float:
         """Gradients that are being reduced while a unit runs: of the unit above, or of a backward before."""
-        is_pending_JA = self._lists.top_JA & (self._lists.tail_JA | self.loads.reduces)
-        above_JK = times_K * self._of("above") * self._each(~self._lists.top_JA)
-        return np.where(self._each(is_pending_JA), pending_K, above_JK)
+        is_pending_RJ = self._lists.top_RJ & (self._lists.tail_RJ | self.loads.reduces)
+        above_RK = times_K * self._of("above") * self._each(~self._lists.top_RJ)
+        return np.where(self._each(is_pending_RJ), pending_K, above_RK)
 
     def handed(self) -> FloatArray:
         """The part of ``saved_K`` that the next stage gets: it is gone when it has been sent."""
@@ -322,56 +320,56 @@ class PassBytes:
         return runs.sent_K * (runs.gradient_bytes_K if sharding.is_one_unit else runs.last_gradient_bytes_K)
 
     def forward_rows(self, *, temporaries: bool = True) -> FloatArray:
-        """Bytes alive in the rows of a forward, beyond what exists when it begins; axes ``J`` and ``K``.
+        """Bytes alive in the rows of a forward, beyond what exists when it begins; axes ``R`` and ``K``.
 
         Args:
             temporaries: Whether what is alive only while a unit runs counts too.
         """
-        found_JK: FloatArray = self._alive_JK - self._kept_JK
-        return found_JK + self._peak("forward", self.runs.forward_away_AK, temporaries=temporaries)
+        found_RK: FloatArray = self._alive_RK - self._kept_RK
+        return found_RK + self._peak("forward", self.runs.forward_away_RK, temporaries=temporaries)
 
     def backward_rows(self, *, temporaries: bool = True) -> FloatArray:
         """The same of a backward with all gradients there, beyond these; its saved bytes included."""
-        found_JK = self._alive_JK + self._peak("backward", self.runs.backward_away_AK, temporaries=temporaries)
+        found_RK = self._alive_RK + self._peak("backward", self.runs.backward_away_RK, temporaries=temporaries)
         if self.loads.sharding is None:
-            return found_JK
-        return np.maximum(found_JK + self._under_way(self.pending(), self.runs.sent_K), self._reductions(0.0))
+            return found_RK
+        return np.maximum(found_RK + self._under_way(self.pending(), self.runs.sent_K), self._reductions(0.0))
 
     def first_backward_rows(self, *, temporaries: bool = True) -> FloatArray:
         """The same of the backward that makes the gradients, these included."""
         loads, runs = self.loads, self.runs
         above_head_K = loads.share * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
-        made_JK = self._of("made") + loads.share * runs.tail_gradient_bytes_K * self._each(self._lists.tail_JA)
-        found_JK: FloatArray = self._alive_JK + (above_head_K - np.cumsum(self.count_JK * made_JK, axis=0))
-        found_JK += (self.count_JK - 1) * np.maximum(made_JK - self._kept_JK, 0.0)
-        found_JK += self._peak("first", runs.backward_away_AK, temporaries=temporaries)
+        made_RK = self._of("made") + loads.share * runs.tail_gradient_bytes_K * self._each(self._lists.tail_RJ)
+        found_RK: FloatArray = self._alive_RK + (above_head_K - np.cumsum(self.count_RK * made_RK, axis=0))
+        found_RK += (self.count_RK - 1) * np.maximum(made_RK - self._kept_RK, 0.0)
+        found_RK += self._peak("first", runs.backward_away_RK, temporaries=temporaries)
         if loads.sharding is not None:
-            found_JK = np.maximum(found_JK + self._under_way(0.0, 1.0), self._reductions(above_head_K))
-        result_JK: FloatArray = found_JK + loads.factor * runs.imbalance_K
-        return result_JK
+            found_RK = np.maximum(found_RK + self._under_way(0.0, 1.0), self._reductions(above_head_K))
+        result_RK: FloatArray = found_RK + loads.factor * runs.imbalance_K
+        return result_RK
 
     def _reductions(self, above_head_K: FloatArray | float) -> FloatArray:
         """Bytes alive when a unit's gradients are copied to where they are reduced, by the largest copy."""
         # Behind layers there is more alive while they run, the gradients of the layer above among it.
         sharding, runs, copied = self.loads.sharding, self.runs, 1 + self.loads.factor
         if sharding is None or sharding.is_one_unit:
-            return np.where(self.count_JK > 0, copied * runs.gradient_bytes_K, -np.inf)
-        found_JK = copied * self._of("trained") + self._away(runs.backward_away_AK)
-        found_JK += np.where(self._each(self._lists.tail_JA), self._alive_JK - self._kept_JK, above_head_K)
-        return np.where(self._each(self._lists.edge_JA) & (self.count_JK > 0), found_JK, -np.inf)
+            return np.where(self.count_RK > 0, copied * runs.gradient_bytes_K, -np.inf)
+        found_RK = copied * self._of("trained") + self._away(runs.backward_away_RK)
+        found_RK += np.where(self._each(self._lists.tail_RJ), self._alive_RK - self._kept_RK, above_head_K)
+        return np.where(self._each(self._lists.edge_RJ) & (self.count_RK > 0), found_RK, -np.inf)
 
     def waiting(self) -> FloatArray:
         """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
-        waiting_K: FloatArray = (self.count_JK * self._of("waiting")).sum(axis=0)
+        waiting_K: FloatArray = (self.count_RK * self._of("waiting")).sum(axis=0)
         return waiting_K
 
     def input_backward(self) -> FloatArray:
         """Largest bytes alive in a backward that makes input gradients only, its saved bytes included."""
-        waiting_JK, whole_K = self._of("waiting"), self.waiting()
-        found_JK = self._alive_JK + (whole_K - np.cumsum(self.count_JK * waiting_JK, axis=0))
-        found_JK += (self.count_JK - 1) * np.maximum(waiting_JK - self._kept_JK, 0.0)
-        found_JK += self._peak("inputs", self.runs.backward_away_AK, temporaries=True)
-        most_K: FloatArray = np.maximum(found_JK.max(axis=0), whole_K)
+        waiting_RK, whole_K = self._of("waiting"), self.waiting()
+        found_RK = self._alive_RK + (whole_K - np.cumsum(self.count_RK * waiting_RK, axis=0))
+        found_RK += (self.count_RK - 1) * np.maximum(waiting_RK - self._kept_RK, 0.0)
+        found_RK += self._peak("inputs", self.runs.backward_away_RK, temporaries=True)
+        most_K: FloatArray = np.maximum(found_RK.max(axis=0), whole_K)
         return most_K
 
     def weight_backward(self, largest_K: FloatArray) -> FloatArray:
@@ -388,10 +386,10 @@ class PassBytes:
             return waiting_K
         copy_K = runs.gradient_bytes_K
         if not sharding.is_one_unit:
-            copy_K = np.max(self._each(self._lists.edge_JA) * self._of("trained"), axis=0, initial=0.0)
+            copy_K = np.max(self._each(self._lists.edge_RJ) * self._of("trained"), axis=0, initial=0.0)
         made_K = factor * runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
         # Parameters that were there for what was computed before stay for what is computed next.
-        away_K: FloatArray = np.maximum(runs.forward_away_AK, runs.backward_away_AK).max(axis=0)
+        away_K: FloatArray = np.maximum(runs.forward_away_RK, runs.backward_away_RK).max(axis=0)
         return np.maximum(waiting_K + factor * runs.together_gradient_bytes_K, made_K) + self.pending() + away_K
 
     def bucket(self, bucket_K: FloatArray, *, progressive: bool) -> FloatArray:
@@ -405,18 +403,18 @@ class PassBytes:
         Args:
             progressive: Whether the last backward is also the first, so that gradients appear in it.
         """
-        loads, runs, made_JK = self.loads, self.runs, self._of("made")
+        loads, runs, made_RK = self.loads, self.runs, self._of("made")
         # A bucket's copy of a gradient is in the smaller type where sums are in a larger one.
         both, full_K = 1 + 1 / loads.factor, loads.factor * runs.gradient_bytes_K
         above_head_K = full_K - loads.factor * runs.head_gradient_bytes_K
-        below_JK = self._alive_JK - self.count_JK * self._kept_JK
-        below_JK[self._each(self._lists.edge_JA)] = -np.inf
-        made_below_JK = np.cumsum(self.count_JK * made_JK, axis=0) - self.count_JK * made_JK
+        below_RK = self._alive_RK - self.count_RK * self._kept_RK
+        below_RK[self._each(self._lists.edge_RJ)] = -np.inf
+        made_below_RK = np.cumsum(self.count_RK * made_RK, axis=0) - self.count_RK * made_RK
 
         def ended(times: float) -> FloatArray:
             """The most that is left behind the backward of a layer, with gradients so many times."""
-            more_JK = (self.count_JK - 1) * np.maximum(self._kept_JK - times * made_JK, 0.0)
-            most_K: FloatArray = (below_JK - times * made_below_JK + more_JK).max(axis=0)
+            more_RK = (self.count_RK - 1) * np.maximum(self._kept_RK - times * made_RK, 0.0)
+            most_K: FloatArray = (below_RK - times * made_below_RK + more_RK).max(axis=0)
             return most_K + times * above_head_K
 
         if progressive:
@@ -424,9 +422,9 @@ class PassBytes:
         else:
             layers_K = full_K + np.minimum(ended(0.0) + bucket_K, ended(1.0))
         # At the tail all layers' gradients are still to come.
-        layers_made_K = (self.count_JK * made_JK).sum(axis=0)
+        layers_made_K = (self.count_RK * made_RK).sum(axis=0)
         gradients_K = above_head_K - layers_made_K if progressive else full_K
-        tail_JK = np.where(self._each(self._lists.tail_JA), self._alive_JK - self._kept_JK, -np.inf)
-        tail_K = tail_JK.max(axis=0) + gradients_K + np.minimum(bucket_K, runs.tail_gradient_bytes_K)
+        tail_RK = np.where(self._each(self._lists.tail_RJ), self._alive_RK - self._kept_RK, -np.inf)
+        tail_K = tail_RK.max(axis=0) + gradients_K + np.minimum(bucket_K, runs.tail_gradient_bytes_K)
         result_K: FloatArray = np.maximum(np.maximum(layers_K, full_K + bucket_K), tail_K)
         return result_K

@@ -6,7 +6,7 @@ a part leaves something behind.
 
 Array axes
     R  regions
-    A  allocations of one microbatch
+    K  allocations of one microbatch
     E  events
 """
 
@@ -44,7 +44,7 @@ class SplitBackwardModel:
         self._spec = spec
         self._template: StageTemplate | None = None
         self._sizes: list[Polynomial] = []
-        self._size_A: IntArray = np.empty(0, dtype=np.int64)
+        self._size_K: IntArray = np.empty(0, dtype=np.int64)
 
     def of(self, costs: RegionCosts, rows: int) -> SplitBackward | None:
         """What the regions need at a number of rows; ``None`` if their allocations are not known one by one."""
@@ -58,9 +58,9 @@ class SplitBackwardModel:
             sizes = {id(item.allocation.size): item.allocation.size for item in self._template.born}
             place = {key: index for index, key in enumerate(sizes)}
             self._sizes = list(sizes.values())
-            self._size_A = np.array([place[id(item.allocation.size)] for item in self._template.born], dtype=np.int64)
-        bytes_A = np.array(values_at(self._sizes, rows, spec.sequence_length or 1), dtype=np.int64)[self._size_A]
-        peak_R, waiting_R = _walk(spec, self._template, bytes_A)
+            self._size_K = np.array([place[id(item.allocation.size)] for item in self._template.born], dtype=np.int64)
+        bytes_K = np.array(values_at(self._sizes, rows, spec.sequence_length or 1), dtype=np.int64)[self._size_K]
+        peak_R, waiting_R = _walk(spec, self._template, bytes_K)
         # A layer that is recomputed is then where one that has kept everything would be.
         recomputed_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
         recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, recomputed_R)
@@ -72,39 +72,39 @@ class SplitBackwardModel:
         return SplitBackward(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R, before_cast=cast)
 
 
-def _walk(spec: ModelSpec, template: StageTemplate, bytes_A: IntArray) -> tuple[FloatArray, FloatArray]:
+def _walk(spec: ModelSpec, template: StageTemplate, bytes_K: IntArray) -> tuple[FloatArray, FloatArray]:
     """Peaks of a backward through the whole network, and what is left."""
     count = spec.num_layers + 2
-    alive_A = np.zeros(len(bytes_A), dtype=np.int64)
+    alive_K = np.zeros(len(bytes_K), dtype=np.int64)
     saved_R, peak_R = np.zeros(count), np.zeros(count)
-    born_A = np.zeros(len(bytes_A), dtype=np.int64)
+    born_K = np.zeros(len(bytes_K), dtype=np.int64)
     for part, run in (*template.forward.items(), *template.inputs[False].items()):
-        born_A[run.chunk.events_E[run.chunk.events_E > 0] - 1] = part
+        born_K[run.chunk.events_E[run.chunk.events_E > 0] - 1] = part
     for run in template.forward.values():
-        np.add.at(alive_A, np.abs(run.chunk.events_E) - 1, run.chunk.signs_E)
-    alive_A[list(template.left)] = 0
-    np.add.at(saved_R, born_A, bytes_A * alive_A)
-    waiting_R = _waiting(spec, template, born_A, bytes_A)
-    current = float(bytes_A @ alive_A)
+        np.add.at(alive_K, np.abs(run.chunk.events_E) - 1, run.chunk.signs_E)
+    alive_K[list(template.left)] = 0
+    np.add.at(saved_R, born_K, bytes_K * alive_K)
+    waiting_R = _waiting(spec, template, born_K, bytes_K)
+    current = float(bytes_K @ alive_K)
     for part in reversed(template.parts):
         chunk = template.inputs[False][part].chunk
-        delta_E = chunk.signs_E * bytes_A[np.abs(chunk.events_E) - 1]
+        delta_E = chunk.signs_E * bytes_K[np.abs(chunk.events_E) - 1]
         live_E = current + np.concatenate([[0.0], np.cumsum(delta_E)])
         peak_R[part] = live_E.max() - saved_R[: part + 1].sum() - waiting_R[part + 1 :].sum()
         current = float(live_E[-1])
     return peak_R, waiting_R
 
 
-def _waiting(spec: ModelSpec, template: StageTemplate, born_A: IntArray, bytes_A: IntArray) -> FloatArray:
+def _waiting(spec: ModelSpec, template: StageTemplate, born_K: IntArray, bytes_K: IntArray) -> FloatArray:
     """Bytes that wait for gradients of weights, by the first region whose backward would have freed them."""
     regions = {item.name: used for item, used in zip(spec.parameters, parameter_regions(spec), strict=True)}
-    first_A = np.full(len(bytes_A), spec.num_layers + 1, dtype=np.int64)
-    waits_A = np.zeros(len(bytes_A), dtype=bool)
+    first_K = np.full(len(bytes_K), spec.num_layers + 1, dtype=np.int64)
+    waits_K = np.zeros(len(bytes_K), dtype=bool)
     for weight in template.weights[False]:
         for slot in weight.operands:
             # A tied weight is that of a product where its operands are.
-            near = min(regions[weight.name], key=lambda region: abs(region - int(born_A[slot])))
-            first_A[slot], waits_A[slot] = min(first_A[slot], near), True
+            near = min(regions[weight.name], key=lambda region: abs(region - int(born_K[slot])))
+            first_K[slot], waits_K[slot] = min(first_K[slot], near), True
     waiting_R = np.zeros(spec.num_layers + 2)
-    np.add.at(waiting_R, first_A, bytes_A * waits_A)
+    np.add.at(waiting_R, first_K, bytes_K * waits_K)
     return waiting_R

@@ -2,7 +2,6 @@
 
 Array axes
     K  candidates
-    F  what moments count, of chunk after chunk
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,7 +108,7 @@ _DEVICE_ARRAYS = tuple(name for name in _ARRAYS if name.removesuffix("_K") in CO
 
 
 def parts_of(chunks: Sequence[StageNeeds]) -> FloatArray:
-    """One of everything that moments count; axes ``F`` and ``K``."""
+    """One of everything that moments count, of chunk after chunk; axes thing and ``K``."""
     # Stages behind make their gradients first: as long as a stage is the last to have made some, these may be theirs.
     most = reversed([*accumulate((needs.pending_K for needs in reversed(chunks)), np.maximum)])
     of_each = (
@@ -119,10 +118,10 @@ def parts_of(chunks: Sequence[StageNeeds]) -> FloatArray:
     return np.stack([*chain.from_iterable(parts.values() for parts in of_each)])
 
 
-def terms_at(moment: Moment, parts_FK: FloatArray) -> dict[str, Bytes]:
+def terms_at(moment: Moment, parts_K: FloatArray) -> dict[str, Bytes]:
     """What changes over a batch at a moment, by term."""
     found: dict[str, Bytes] = {}
-    for number, part_K, term in zip(moment.counts, parts_FK, cycle(COUNTED.values()), strict=False):
+    for number, part_K, term in zip(moment.counts, parts_K, cycle(COUNTED.values()), strict=False):
         if number:
             found[term] = found.get(term, 0.0) + number * part_K
     return found
@@ -133,11 +132,11 @@ class PeakParts(ArrayRecord):
     """All of many candidates' needs that their peaks depend on, as few arrays, whatever slots they are of.
 
     Attributes:
-        parts_FK: What moments count.
+        parts_K: What moments count.
         update_K: The most that comes after the last backward.
     """
 
-    parts_FK: FloatArray
+    parts_K: FloatArray
     update_K: FloatArray
     always_K: FloatArray
 
@@ -150,16 +149,16 @@ class PeakParts(ArrayRecord):
     def of_chunks(cls, chunks: Sequence[StageNeeds], always: Mapping[str, Bytes], update: Updates) -> "PeakParts":
         """Those of devices that run several stages, with what these have and do together."""
         none_K = np.zeros(len(chunks[0].gradients_K))
-        return cls(parts_FK=parts_of(chunks), update_K=none_K + most_of(update), always_K=none_K + sum(always.values()))
+        return cls(parts_K=parts_of(chunks), update_K=none_K + most_of(update), always_K=none_K + sum(always.values()))
 
     @classmethod
     def none(cls) -> "PeakParts":
         """Those of no candidates."""
-        return cls(parts_FK=np.empty((len(COUNTED), 0)), update_K=np.empty(0), always_K=np.empty(0))
+        return cls(parts_K=np.empty((len(COUNTED), 0)), update_K=np.empty(0), always_K=np.empty(0))
 
     def peaks(self, moments: Moments) -> FloatArray:
         """Peak bytes over all moments of a batch."""
-        peak_K: FloatArray = np.maximum(self.update_K, (counts_of(moments) @ self.parts_FK).max(axis=0))
+        peak_K: FloatArray = np.maximum(self.update_K, (counts_of(moments) @ self.parts_K).max(axis=0))
         return peak_K + self.always_K
 
 

@@ -63,7 +63,7 @@ def _told(passes: Passes, kind: ActionKind, *, edge: bool = False) -> tuple[floa
     one = PassKind(kind, copies=True, edge=edge, away=edge and kind is ActionKind.FORWARD)
     front, behind = passes.ends(one)
     # One question about one list: rows of the list are all that there are.
-    load_HJ, waited_J = (values[..., passes.lists.row_JA[:, 0]] for values in passes.rows(one))
+    loads_R, waited_R = (values[..., passes.lists.row_RJ[:, 0]] for values in passes.rows(one))
     order = slice(None, None, one.step)
     before = [
         _alone(channel, front[channel]) if channel is not Channel.COMPUTE else passes.first_update(one, front[channel])
@@ -71,20 +71,20 @@ def _told(passes: Passes, kind: ActionKind, *, edge: bool = False) -> tuple[floa
         if channel in front
     ]
     after = [_alone(channel, seconds_K) for channel, seconds_K in behind.items()]
-    load_HX = np.concatenate([*before, load_HJ[:, order], *after], axis=1)
-    count_X = np.ones(load_HX.shape[1])
-    waited_X = np.zeros(load_HX.shape[1])
-    units = slice(len(before), len(before) + len(waited_J))
-    count_X[units], waited_X[units] = passes.lists.count_JA[order, 0], waited_J[order]
-    end_HX = ends_together(load_HX, speed_table(passes.interference, passes.across_nodes))
-    rows = np.stack([end_HX.max(axis=0) + waited_X, *end_HX[1:], waited_X], axis=1).tolist()
+    loads_K = np.concatenate([*before, loads_R[:, order], *after], axis=1)
+    count_K = np.ones(loads_K.shape[1])
+    waited_K = np.zeros(loads_K.shape[1])
+    units = slice(len(before), len(before) + len(waited_R))
+    count_K[units], waited_K[units] = passes.lists.count_RJ[order, 0], waited_R[order]
+    ends_K = ends_together(loads_K, speed_table(passes.interference, passes.across_nodes))
+    rows = np.stack([ends_K.max(axis=0) + waited_K, *ends_K[1:], waited_K], axis=1).tolist()
     if not any(any(row[1:]) for row in rows):
         return ()
-    there = [(row, count) for row, count in zip(rows, count_X.tolist(), strict=True) if row[0] > 0.0]
+    there = [(row, count) for row, count in zip(rows, count_K.tolist(), strict=True) if row[0] > 0.0]
     alike = [(row, sum(count for _, count in some)) for row, some in groupby(there, key=lambda item: item[0])]
     return tuple(value for row, count in alike for value in (count, *row))
 
 
 def _alone(channel: Channel, seconds_K: FloatArray) -> FloatArray:
-    """Loads of a row in which one channel is busy; axes ``H`` and ``K``."""
+    """Loads of a row in which one channel is busy; axes channel and ``K``."""
     return np.eye(len(Channel))[:, [channel]] * seconds_K

@@ -14,9 +14,8 @@ each of them does with nodes of other parts, and how many devices such a node ha
 
 Array axes
     K  candidates
-    B  cuts between layers
     R  units, which are regions
-    F  first regions of stages, as far as they differ
+    J  first regions of stages, as far as they differ
 """
 
 from collections.abc import Hashable, Sequence
@@ -168,7 +167,7 @@ def unit_seconds(
 
     Returns:
         Giving out its parameters, from their owners, or who has pieces, to all, with axis ``R``; and reducing the
-        gradients that are complete with it, from all to these, with axes ``FR``.
+        gradients that are complete with it, from all to these, with axes ``JR``.
     """
 
     def seconds(operation: str, bytes_R: FloatArray, count_R: FloatArray) -> FloatArray:
@@ -179,7 +178,7 @@ def unit_seconds(
 
     return (
         seconds("broadcast", table.used_R, table.count_R),
-        seconds("reduce", table.reduced_FR, table.reductions_FR),
+        seconds("reduce", table.reduced_JR, table.reductions_JR),
     )
 
 
@@ -250,10 +249,10 @@ def of_cuts(
     Args:
         sending: Whether these send what it is about, which is an activation at their end.
     """
-    activation_B, gradient_B = seconds
+    activation_seconds, gradient_seconds = seconds
     if sending:
-        return activation_B[candidates.end_K], gradient_B[candidates.start_K]
-    return activation_B[candidates.start_K], gradient_B[candidates.end_K]
+        return activation_seconds[candidates.end_K], gradient_seconds[candidates.start_K]
+    return activation_seconds[candidates.start_K], gradient_seconds[candidates.end_K]
 
 
 def cut_seconds(
@@ -272,8 +271,10 @@ def cut_seconds(
     sides = (behind, _ends(slot, seams, index, index + 1)), (before, _ends(slot, seams, index - 1, index))
     activation, gradient = sides if sending else sides[::-1]
     return (
-        _crossing_seconds(profile, cluster, slot, *activation, costs.boundary_B, _tensors(memory)),
-        _crossing_seconds(profile, cluster, slot, *gradient, costs.gradient_boundary_B, _tensors(memory, trained=True)),
+        _crossing_seconds(profile, cluster, slot, *activation, costs.boundary_by_cut, _tensors(memory)),
+        _crossing_seconds(
+            profile, cluster, slot, *gradient, costs.gradient_boundary_by_cut, _tensors(memory, trained=True)
+        ),
     )
 
 
@@ -300,15 +301,15 @@ def _tensors(memory: MemoryModel, *, trained: bool = False) -> FloatArray:
 
 
 def _mean_crossing(
-    profile: HardwareProfile, cluster: Cluster, slot: StageSlot, payload_B: FloatArray, tensors_B: FloatArray
+    profile: HardwareProfile, cluster: Cluster, slot: StageSlot, payload: FloatArray, tensors: FloatArray
 ) -> FloatArray:
     """Seconds of a boundary of a pipeline of which nobody knows where it lies: the mean over boundaries."""
-    inside_B = collective_seconds(profile, "send_recv", 2, 1, payload_B, tensors_B)
+    inside = collective_seconds(profile, "send_recv", 2, 1, payload, tensors)
     share = _outward(cluster, slot)
     if not share:
-        return inside_B
-    across_B = collective_seconds(profile, "send_recv", 2, 2, payload_B * share, tensors_B)
-    return inside_B + share * np.maximum(0.0, across_B - inside_B)
+        return inside
+    across = collective_seconds(profile, "send_recv", 2, 2, payload * share, tensors)
+    return inside + share * np.maximum(0.0, across - inside)
 
 
 def _crossing_seconds(
@@ -317,15 +318,15 @@ def _crossing_seconds(
     slot: StageSlot,
     crossing: StageCrossing | None,
     seam: Sequence[SeamEnd],
-    payload_B: FloatArray,
-    tensors_B: FloatArray,
+    payload: FloatArray,
+    tensors: FloatArray,
 ) -> FloatArray:
     if seam and crossing is None:
         # As many devices use the network of the other end's node.
-        loads = [payload_B * min(1.0, slot.devices / per_node) for _, per_node in seam]
-        return _over_seam(seam, payload_B, loads, tensors_B)
+        loads = [payload * min(1.0, slot.devices / per_node) for _, per_node in seam]
+        return _over_seam(seam, payload, loads, tensors)
     if slot.placement is None or crossing is None:
-        return _mean_crossing(profile, cluster, slot, payload_B, tensors_B)
+        return _mean_crossing(profile, cluster, slot, payload, tensors)
     own = crossing is slot.placement.before
     ends = (
         (crossing.sent, crossing.sent_messages, crossing.sent * crossing.sharing),
@@ -334,13 +335,13 @@ def _crossing_seconds(
     if seam:
         # Both ends wait for the slower one, on a CPU too.
         share, count = (max(end[place] for end in ends) for place in (0, 1))
-        whole_B, messages_B = payload_B / slot.placement.share, tensors_B * count
-        return _over_seam(seam, whole_B * share, [whole_B * end[2] for end in ends], messages_B)
+        whole, pieces = payload / slot.placement.share, tensors * count
+        return _over_seam(seam, whole * share, [whole * end[2] for end in ends], pieces)
     # On a device both ends are busy until the last has what it gets; on a CPU each works for what it moves itself.
     part, messages, load = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
-    whole_B, messages_B = payload_B / slot.placement.share, tensors_B * messages
-    inside_B = collective_seconds(profile, "send_recv", 2, 1, whole_B * part, messages_B)
+    whole, pieces = payload / slot.placement.share, tensors * messages
+    inside = collective_seconds(profile, "send_recv", 2, 1, whole * part, pieces)
     if not crossing.across:
-        return inside_B
-    across_B = collective_seconds(profile, "send_recv", 2, 2, whole_B * load, messages_B)
-    return np.maximum(inside_B, across_B)
+        return inside
+    across = collective_seconds(profile, "send_recv", 2, 2, whole * load, pieces)
+    return np.maximum(inside, across)

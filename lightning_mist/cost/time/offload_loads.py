@@ -6,10 +6,7 @@ several units use is fetched for each of them.
 
 Array axes
     K  candidates
-    Q  distinct questions among them: place, ZeRO stage, ratios, and the parts of the rank that has most
-    G  places
-    D  memory models: degrees of tensor parallelism
-    W  what a unit has to do
+    J  distinct questions among them: place, ZeRO stage, ratios, and the parts of the rank that has most
     R  units, which are regions; padded in front by one that is empty, and behind by two
     P  parameters
 """
@@ -113,39 +110,39 @@ class Loads:
 
     Attributes:
         places: Where each is on the first axis.
-        seconds_WQR: Them all; axes: what, ``Q``, ``R``.
-        waits_Q: Whether computing waits for parameters that are fetched, to give them out (ZeRO-3); 1 or 0.
+        seconds_by_name_JR: Them all; axes: what, ``J``, ``R``.
+        waits_J: Whether computing waits for parameters that are fetched, to give them out (ZeRO-3); 1 or 0.
     """
 
     places: Mapping[str, int]
-    seconds_WQR: FloatArray
-    waits_Q: FloatArray
+    seconds_by_name_JR: FloatArray
+    waits_J: FloatArray
 
     @classmethod
-    def of(cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int], waits_Q: FloatArray) -> "Loads":
+    def of(cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int], waits_J: FloatArray) -> "Loads":
         """Seconds by name as loads.
 
         Args:
             seconds: Seconds of every unit, of each question or of all alike.
         """
-        found_WQR = np.zeros((len(seconds), shape[0], shape[1] + BEFORE + BEHIND))
+        found_by_name_JR = np.zeros((len(seconds), shape[0], shape[1] + BEFORE + BEHIND))
         for place, values in enumerate(seconds.values()):
-            found_WQR[place, :, BEFORE:-BEHIND] = values
-        return cls({name: place for place, name in enumerate(seconds)}, found_WQR, waits_Q)
+            found_by_name_JR[place, :, BEFORE:-BEHIND] = values
+        return cls({name: place for place, name in enumerate(seconds)}, found_by_name_JR, waits_J)
 
     def __len__(self) -> int:
         """Number of questions."""
-        return int(self.seconds_WQR.shape[1])
+        return int(self.seconds_by_name_JR.shape[1])
 
     def __getitem__(self, name: str) -> FloatArray:
         """Seconds of every unit by question."""
-        found_QR: FloatArray = self.seconds_WQR[self.places[name]]
-        return found_QR
+        found_JR: FloatArray = self.seconds_by_name_JR[self.places[name]]
+        return found_JR
 
     @property
     def width(self) -> int:
         """Number of units, those that are made up included."""
-        return int(self.seconds_WQR.shape[2])
+        return int(self.seconds_by_name_JR.shape[2])
 
     def has(self, name: str) -> bool:
         """Whether any unit has a load."""
@@ -153,28 +150,28 @@ class Loads:
 
     @cached_property
     def _there(self) -> set[str]:
-        return {name for name, place in self.places.items() if self.seconds_WQR[place].any()}
+        return {name for name, place in self.places.items() if self.seconds_by_name_JR[place].any()}
 
-    def at(self, name: str, place_X: IntArray, again_X: BoolArray) -> FloatArray:
+    def at(self, name: str, place_K: IntArray, again_K: BoolArray) -> FloatArray:
         """One load at flat places of questions and units; of what is kept that of a layer that is recomputed or not."""
         if "kept" not in name:
-            return self[name].reshape(-1).take(place_X)
-        saved_X, checkpoint_X = (
-            self.at(name.replace("kept", kind), place_X, again_X) for kind in ("saved", "checkpoint")
+            return self[name].reshape(-1).take(place_K)
+        saved_K, checkpoint_K = (
+            self.at(name.replace("kept", kind), place_K, again_K) for kind in ("saved", "checkpoint")
         )
-        return np.where(again_X, checkpoint_X, saved_X)
+        return np.where(again_K, checkpoint_K, saved_K)
 
 
-def unit_loads(compute: RegionSeconds, unshard_R: FloatArray, reduce_FR: FloatArray) -> Loads:
+def unit_loads(compute: RegionSeconds, unshard_R: FloatArray, reduce_JR: FloatArray) -> Loads:
     """What units compute and communicate, beside which nothing is copied.
 
     Questions are first those of ranks that share nothing in a microbatch, then of ones that share gradients, then of
-    ones that share parameters too; each by the row of ``reduce_FR``.
+    ones that share parameters too; each by the row of ``reduce_JR``.
     """
-    rows, width = reduce_FR.shape
-    shares_Q, gives_Q = (np.repeat(levels, rows)[:, None].astype(np.float64) for levels in ([0, 1, 1], [0, 0, 1]))
+    rows, width = reduce_JR.shape
+    shares_J, gives_J = (np.repeat(levels, rows)[:, None].astype(np.float64) for levels in ([0, 1, 1], [0, 0, 1]))
     computed = {"forward": compute.forward_R, "backward": compute.backward_R, "again": compute.recompute_R}
-    shared = {"unshard": gives_Q * unshard_R, "scatter": shares_Q * np.tile(reduce_FR, (3, 1))}
+    shared = {"unshard": gives_J * unshard_R, "scatter": shares_J * np.tile(reduce_JR, (3, 1))}
     return Loads.of({**computed, **shared}, (3 * rows, width), np.zeros(3 * rows))
 
 
@@ -188,53 +185,53 @@ def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
     """The loads of stages that offload, and which row of them each stage has."""
     candidates = stages.candidates
     offload = ratios_of(candidates)
-    memories, memory_G = _memories(stages.places)
+    memories, memory_of_place = _memories(stages.places)
     low_K, high_K = covered(memories[0].spec, candidates.start_K, candidates.end_K)
-    trained_DR = np.stack([memory.holdings.table.trained_R for memory in memories])
-    prefix_DR, memory_K = prefix_sums(trained_DR), memory_G[stages.place_K]
-    trained_K = prefix_DR[memory_K, high_K] - prefix_DR[memory_K, low_K]
+    trained_by_memory_R = np.stack([memory.holdings.table.trained_R for memory in memories])
+    prefix_by_memory_R, memory_K = prefix_sums(trained_by_memory_R), memory_of_place[stages.place_K]
+    trained_K = prefix_by_memory_R[memory_K, high_K] - prefix_by_memory_R[memory_K, low_K]
     # Parameters are given out unit by unit where they are updated beside the first forward.
     update_K = stages.update_K * offload.is_updated_by_units_K
     totals = update_K, stages.reduce_K, stages.gather_K * stages.is_deferred_K
-    rows_DR = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
+    rows_by_memory_R = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
     columns = (
         stages.place_K,
-        rows_DR[memory_K, low_K],
+        rows_by_memory_R[memory_K, low_K],
         candidates.zero_stage_K,
         offload.parameters_K,
         offload.gradients_K,
         offload.optimizer_K,
-        *offload.kept_KX.T,
+        *offload.kept_ratios_K.T,
         *_parts(stages),
         *(total_K / np.maximum(trained_K, 1.0) for total_K in totals),
     )
-    questions_QX, question_K = distinct_rows(*columns)
-    return _Questions(stages.places, questions_QX, rates).loads(), question_K
+    questions, question_K = distinct_rows(*columns)
+    return _Questions(stages.places, questions, rates).loads(), question_K
 
 
 class _Questions:
     """Turns distinct questions into loads."""
 
-    def __init__(self, places: Sequence[CopyPlace], questions_QX: FloatArray, rates: CopyRates) -> None:
+    def __init__(self, places: Sequence[CopyPlace], questions: FloatArray, rates: CopyRates) -> None:
         self.places, self.rates = places, rates
-        place_Q, row_Q, *self.columns = questions_QX.T
-        self.place_Q, self.row_Q = place_Q.astype(np.int64), row_Q.astype(np.int64)
-        self.memories, memory_G = _memories(places)
-        self.memory_Q = memory_G[self.place_Q]
+        place_J, row_J, *self.columns = questions.T
+        self.place_J, self.row_J = place_J.astype(np.int64), row_J.astype(np.int64)
+        self.memories, memory_of_place = _memories(places)
+        self.memory_J = memory_of_place[self.place_J]
 
     def loads(self) -> Loads:
         """Seconds of every unit."""
-        zero_Q, parameters_Q, gradients_Q, optimizer_Q, activations_Q, checkpoints_Q, *rest = self.columns
-        part_Q, gradient_Q, owned_Q, state_Q, update_Q, reduce_Q, gather_Q = (values[:, None] for values in rest)
+        zero_J, parameters_J, gradients_J, optimizer_J, activations_J, checkpoints_J, *rest = self.columns
+        part_J, gradient_J, owned_J, state_J, update_J, reduce_J, gather_J = (values[:, None] for values in rest)
         # Bytes of every unit that are offloaded, before they are dealt out.
-        offloaded_QR = self._offloaded(parameters_Q, "parameters")
-        changed_QR = self._offloaded(parameters_Q, "changed")
+        offloaded_JR = self._offloaded(parameters_J, "parameters")
+        changed_JR = self._offloaded(parameters_J, "changed")
         optimizer = self.memories[0].spec.optimizer
-        graded_QR = optimizer.gradient_bytes_per_parameter_byte * self._offloaded(gradients_Q, "trained")
-        state_QR = state_Q * optimizer.state_bytes_per_parameter_byte * self._offloaded(optimizer_Q, "trained")
-        trained_QR = np.stack([memory.holdings.table.trained_R for memory in self.memories])[self.memory_Q]
+        graded_JR = optimizer.gradient_bytes_per_parameter_byte * self._offloaded(gradients_J, "trained")
+        state_JR = state_J * optimizer.state_bytes_per_parameter_byte * self._offloaded(optimizer_J, "trained")
+        trained_JR = np.stack([memory.holdings.table.trained_R for memory in self.memories])[self.memory_J]
         costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in self.places]
-        is_layer_R = np.ones(trained_QR.shape[1])
+        is_layer_R = np.ones(trained_JR.shape[1])
         is_layer_R[[0, -1]] = 0.0
         kept = {
             "saved": [item.saved_R for item in costs],
@@ -243,41 +240,41 @@ class _Questions:
             "last_checkpoint": [item.checkpointed_saved_R - item.checkpointed_handed_R for item in costs],
         }
         moved = {
-            name: ratio_Q[:, None] * is_layer_R * np.stack(bytes_GR)[self.place_Q]
-            for (name, bytes_GR), ratio_Q in zip(kept.items(), (activations_Q, checkpoints_Q) * 2, strict=True)
+            name: ratio_J[:, None] * is_layer_R * np.stack(bytes_by_place_R)[self.place_J]
+            for (name, bytes_by_place_R), ratio_J in zip(kept.items(), (activations_J, checkpoints_J) * 2, strict=True)
         }
         # What the last layer of all hands on is the tail's, and stays.
         for name in ("saved", "checkpoint"):
             moved[name][:, -2] = moved[f"last_{name}"][:, -2]
         # The first microbatch of a batch has no gradients to fetch.
-        accumulates_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
-        rows_G = np.array([len(place.loads) // 3 for place in self.places])
-        first_G, zero_stage_Q = 3 * (np.cumsum(rows_G) - rows_G), zero_Q.astype(np.int64)
-        units_Q = first_G[self.place_Q] + unit_question(zero_stage_Q, self.row_Q, rows_G[self.place_Q])
-        units_WQR = np.concatenate([place.loads.seconds_WQR for place in self.places], axis=1)[:, units_Q]
+        accumulates_J = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_J, None]
+        rows_of_place = np.array([len(place.loads) // 3 for place in self.places])
+        first_of_place, zero_stage_J = 3 * (np.cumsum(rows_of_place) - rows_of_place), zero_J.astype(np.int64)
+        units_J = first_of_place[self.place_J] + unit_question(zero_stage_J, self.row_J, rows_of_place[self.place_J])
+        units_by_name_JR = np.concatenate([place.loads.seconds_by_name_JR for place in self.places], axis=1)[:, units_J]
         to_device, to_host = self.rates.to_device, self.rates.to_host
         found = {
-            **dict(zip(self.places[0].loads.places, units_WQR[:, :, BEFORE:-BEHIND], strict=True)),
-            "update": update_Q * trained_QR,
-            "reduce": reduce_Q * trained_QR,
-            "gather": gather_Q * trained_QR,
-            "parameters_in": part_Q * offloaded_QR / to_device,
-            "frozen_in": part_Q * (offloaded_QR - changed_QR) / to_device,
-            "gradients_in": accumulates_Q * gradient_Q * graded_QR / to_device,
-            "gradients_out": gradient_Q * graded_QR / to_host,
-            "state_in": (state_QR + owned_Q * graded_QR + part_Q * changed_QR) / to_device,
-            "state_out": (state_QR + part_Q * changed_QR) / to_host,
+            **dict(zip(self.places[0].loads.places, units_by_name_JR[:, :, BEFORE:-BEHIND], strict=True)),
+            "update": update_J * trained_JR,
+            "reduce": reduce_J * trained_JR,
+            "gather": gather_J * trained_JR,
+            "parameters_in": part_J * offloaded_JR / to_device,
+            "frozen_in": part_J * (offloaded_JR - changed_JR) / to_device,
+            "gradients_in": accumulates_J * gradient_J * graded_JR / to_device,
+            "gradients_out": gradient_J * graded_JR / to_host,
+            "state_in": (state_JR + owned_J * graded_JR + part_J * changed_JR) / to_device,
+            "state_out": (state_JR + part_J * changed_JR) / to_host,
         }
-        for name, moved_QR in moved.items():
-            found |= {f"{name}_in": moved_QR / to_device, f"{name}_out": moved_QR / to_host}
-        ranks_Q = np.array([place.slot.shard_degree for place in self.places])[self.place_Q]
-        return Loads.of(found, trained_QR.shape, ((zero_Q >= ZeroStage.PARAMETERS) & (ranks_Q > 1)).astype(np.float64))
+        for name, moved_JR in moved.items():
+            found |= {f"{name}_in": moved_JR / to_device, f"{name}_out": moved_JR / to_host}
+        ranks_J = np.array([place.slot.shard_degree for place in self.places])[self.place_J]
+        return Loads.of(found, trained_JR.shape, ((zero_J >= ZeroStage.PARAMETERS) & (ranks_J > 1)).astype(np.float64))
 
-    def _offloaded(self, ratio_Q: FloatArray, of: OffloadedBytes) -> FloatArray:
-        """Offloaded bytes of every unit, where every unit fetches what it uses; axes ``Q``, ``R``."""
-        pairs_UX, inverse_Q = distinct_rows(self.memory_Q, ratio_Q)
-        found_UR = [self.memories[int(memory)].states.unit_bytes(ratio, of) for memory, ratio in pairs_UX.tolist()]
-        return np.stack(found_UR)[inverse_Q]
+    def _offloaded(self, ratio_J: FloatArray, of: OffloadedBytes) -> FloatArray:
+        """Offloaded bytes of every unit, where every unit fetches what it uses; axes ``J``, ``R``."""
+        pairs, pair_J = distinct_rows(self.memory_J, ratio_J)
+        found_by_pair_R = [self.memories[int(memory)].states.unit_bytes(ratio, of) for memory, ratio in pairs.tolist()]
+        return np.stack(found_by_pair_R)[pair_J]
 
 
 def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]:
@@ -296,13 +293,13 @@ def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]
 
 def _parts(stages: CopyStages) -> FloatArray:
     """As :func:`parts_of_ranks`, wherever candidates are."""
-    memories, memory_G = _memories(stages.places)
+    memories, memory_of_place = _memories(stages.places)
     ranks_K = np.array([place.slot.shard_degree for place in stages.places], dtype=np.int64)[stages.place_K]
-    found_XK = np.ones((4, len(stages.candidates)))
+    parts_K = np.ones((4, len(stages.candidates)))
     for index, memory in enumerate(memories):
-        at_J = np.flatnonzero(memory_G[stages.place_K] == index)
-        found_XK[:, at_J] = parts_of_ranks(memory, ranks_K[at_J], stages.candidates.take(at_J))
-    return found_XK
+        at_J = np.flatnonzero(memory_of_place[stages.place_K] == index)
+        parts_K[:, at_J] = parts_of_ranks(memory, ranks_K[at_J], stages.candidates.take(at_J))
+    return parts_K
 
 
 def ratios_of(candidates: StageCandidates) -> OffloadCandidates:
@@ -348,9 +345,11 @@ def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCand
         some, ratio_J = candidates.take(at_J), ratio_K[at_J]
         most_J = states.of(some, ratio_J, ranks_K[at_J], shards_K[at_J], trained=trained).offloaded_K
         if once:
-            ratios_U, row_J = distinct_rows(ratio_J)
-            prefix_UR = prefix_sums(np.stack([states.unit_bytes(ratio, "trained") for (ratio,) in ratios_U.tolist()]))
-            all_J = prefix_UR[row_J, high_K[at_J]] - prefix_UR[row_J, low_K[at_J]]
+            ratios, row_J = distinct_rows(ratio_J)
+            prefix_by_ratio_R = prefix_sums(
+                np.stack([states.unit_bytes(ratio, "trained") for (ratio,) in ratios.tolist()])
+            )
+            all_J = prefix_by_ratio_R[row_J, high_K[at_J]] - prefix_by_ratio_R[row_J, low_K[at_J]]
         else:
             all_J = states.of(some, ratio_J, 1, shards_K[at_J], trained=trained).offloaded_K
         part_K[at_J] = most_J / np.maximum(all_J, 1.0)

@@ -6,7 +6,7 @@ launching is part of executing.
 
 Array axes
     R  regions
-    E  operators of one kind (and size) in one direction of a kind of region
+    K  operators of one kind (and size) in one direction of a kind of region
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def work_seconds(
         ProfileError: If the profile has no rate for the element type.
     """
     busy_R = work.sums(operator_seconds(profile, work, dtype, direction, head_width))
-    launches_R = work.sums(work.calls_E) * profile.operator_seconds
+    launches_R = work.sums(work.calls_K) * profile.operator_seconds
     return np.maximum(busy_R, launches_R) if launches_ahead else busy_R + launches_R
 
 
@@ -69,33 +69,33 @@ def operator_seconds(
     Raises:
         ProfileError: If the profile has no rate for the element type.
     """
-    kinds_E = np.array(work.kinds, dtype=object)
-    calls_E = np.maximum(work.calls_E, 1.0)
-    seconds_E = np.zeros(len(kinds_E))
+    kinds_K = np.array(work.kinds, dtype=object)
+    calls_K = np.maximum(work.calls_K, 1.0)
+    seconds_K = np.zeros(len(kinds_K))
     for kind in sorted(set(work.kinds)):
-        of_kind_E = kinds_E == kind
-        moved, flops, calls = (array[of_kind_E] for array in (work.moved_E, work.flops_E, calls_E))
+        of_kind_K = kinds_K == kind
+        moved, flops, calls = (array[of_kind_K] for array in (work.moved_K, work.flops_K, calls_K))
         seconds = moved / byte_rate(profile, kind, direction, moved / calls)
         if flops.any():
             kernels = [rate for rate in profile.kernels if (rate.kind, rate.dtype) == (kind, dtype)]
             if kernels:
-                rate_E = _kernel_rate(kernels, direction, head_width, flops / calls, moved / calls)
+                rate_K = _kernel_rate(kernels, direction, head_width, flops / calls, moved / calls)
             else:
-                rate_E = compute_rate(profile, dtype, flops / calls)
-            seconds = np.maximum(seconds, flops / rate_E)
-        seconds_E[of_kind_E] = seconds
-    return seconds_E
+                rate_K = compute_rate(profile, dtype, flops / calls)
+            seconds = np.maximum(seconds, flops / rate_K)
+        seconds_K[of_kind_K] = seconds
+    return seconds_K
 
 
-def byte_rate(profile: HardwareProfile, kind: str, direction: Direction, bytes_E: FloatArray) -> FloatArray:
+def byte_rate(profile: HardwareProfile, kind: str, direction: Direction, bytes_K: FloatArray) -> FloatArray:
     """Bytes per second of operators that each move so many, interpolated in the logarithm of their number."""
     found: MemoryRate | None = None
     for wanted in (kind, "elementwise"):
         found = found or next((rate for rate in profile.rates if rate.kind == wanted), None)
     if found is None:
-        return np.full(len(bytes_E), profile.memory_bytes_per_second)
+        return np.full(len(bytes_K), profile.memory_bytes_per_second)
     rates = found.forward_bytes_per_second if direction == "forward" else found.backward_bytes_per_second
-    return np.interp(np.log(np.maximum(bytes_E, 1.0)), np.log(found.bytes), rates)
+    return np.interp(np.log(np.maximum(bytes_K, 1.0)), np.log(found.bytes), rates)
 
 
 ATTENTION_COUNTS: dict[Direction, tuple[float, float]] = {"forward": (4.0, 4.0), "backward": (10.0, 8.0)}
@@ -103,7 +103,7 @@ ATTENTION_COUNTS: dict[Direction, tuple[float, float]] = {"forward": (4.0, 4.0),
 
 
 def _kernel_rate(
-    kernels: Sequence[KernelRate], direction: Direction, width: int, flops_E: FloatArray, moved_E: FloatArray
+    kernels: Sequence[KernelRate], direction: Direction, width: int, flops_K: FloatArray, moved_K: FloatArray
 ) -> FloatArray:
     """FLOP/s of attention or convolutions of so many operations and bytes each.
 
@@ -116,15 +116,15 @@ def _kernel_rate(
     large = float(np.interp(width, [rate.width for rate in known], rates)) if width else rates[len(rates) // 2]
     half, idle = getattr(known[0], f"{direction}_half_length"), known[0].idle_rows
     if not (half or idle):
-        return np.full(len(flops_E), large)
+        return np.full(len(flops_K), large)
     operations, tensors = ATTENTION_COUNTS[direction]
-    length_E = np.maximum(1.0, flops_E / np.maximum(moved_E, 1.0) * 2 * tensors / operations)
-    rows_E = np.maximum(1.0, flops_E / (operations * length_E * (width or 128)))
-    rate_E: FloatArray = large / (1 + half / length_E) / (1 + idle / rows_E)
-    return rate_E
+    length_K = np.maximum(1.0, flops_K / np.maximum(moved_K, 1.0) * 2 * tensors / operations)
+    rows_K = np.maximum(1.0, flops_K / (operations * length_K * (width or 128)))
+    rate_K: FloatArray = large / (1 + half / length_K) / (1 + idle / rows_K)
+    return rate_K
 
 
-def compute_rate(profile: HardwareProfile, dtype: str, flops_E: FloatArray | float) -> FloatArray:
+def compute_rate(profile: HardwareProfile, dtype: str, flops_K: FloatArray | float) -> FloatArray:
     """FLOP/s of matrix products of so many operations each, interpolated in the logarithm of their number.
 
     Raises:
@@ -132,9 +132,9 @@ def compute_rate(profile: HardwareProfile, dtype: str, flops_E: FloatArray | flo
     """
     for rate in profile.compute:
         if rate.dtype == dtype:
-            logarithms_E = np.log(np.maximum(flops_E, 1.0))
-            found_E: FloatArray = np.interp(logarithms_E, np.log(rate.flops), rate.flops_per_second)
-            return found_E
+            logarithms_K = np.log(np.maximum(flops_K, 1.0))
+            found_K: FloatArray = np.interp(logarithms_K, np.log(rate.flops), rate.flops_per_second)
+            return found_K
     known = ", ".join(rate.dtype for rate in profile.compute) or "nothing"
     raise ProfileError(
         f"the profile of {profile.device} has no rate for {dtype}, which this precision computes in; it has {known}: "

@@ -12,8 +12,7 @@ weights (Lagrangian multipliers of the channels) with
 grow by at most 1 in any second, counted over what has been done. So loads ``x_i`` take at least ``sum_i w_i x_i``.
 
 Array axes
-    H  channels, in the order of ``CHANNELS``
-    K  candidates
+    K  candidates; of several loads channels come first, in the order of ``CHANNELS``
 """
 
 from dataclasses import dataclass
@@ -60,15 +59,15 @@ def concurrent_seconds(
         ValueError: If a load is negative or not finite.
     """
     loads = np.broadcast_arrays(compute_K, network_K, to_device_K, to_host_K)
-    load_HK = np.stack([np.asarray(load, dtype=np.float64) for load in loads])
-    least, most = load_HK.min(initial=0.0), load_HK.max(initial=0.0)
+    loads_K = np.stack([np.asarray(load, dtype=np.float64) for load in loads])
+    least, most = loads_K.min(initial=0.0), loads_K.max(initial=0.0)
     # What is not a number is neither.
     if not (least >= 0.0 and most < np.inf):
         raise ValueError(f"loads from {least} to {most} s: they are finite and not negative")
     if interference is None:
-        summed_K: FloatArray = load_HK.sum(axis=0)
+        summed_K: FloatArray = loads_K.sum(axis=0)
         return summed_K
-    return seconds_together(load_HK, speed_table(interference, across_nodes))
+    return seconds_together(loads_K, speed_table(interference, across_nodes))
 
 
 def beyond_computing(
@@ -136,16 +135,16 @@ def dual_weights(interference: Interference | None, across_nodes: bool) -> Float
     if interference is None:
         return np.ones((len(CHANNELS), len(CHANNELS)))
     table = speed_table(interference, across_nodes)
-    weights_CC = np.zeros((len(CHANNELS), len(CHANNELS)))
-    for favoured, weights_C in enumerate(weights_CC):
+    weights = np.zeros((len(CHANNELS), len(CHANNELS)))
+    for favoured, row in enumerate(weights):
         for channel in dict.fromkeys((favoured, COMPUTE, TO_DEVICE, TO_HOST, NETWORK)):
             # What the channels so far leave to this one in the set where that is least.
             masks = np.flatnonzero(np.arange(len(table)) >> channel & 1)
             active = (masks[:, None] >> np.arange(len(CHANNELS))) & 1
-            left = 1 - (active * table[masks] * weights_C).sum(axis=1)
-            weights_C[channel] = max(0.0, float((left / table[masks, channel]).min()))
-    weights_CC.setflags(write=False)
-    return weights_CC
+            left = 1 - (active * table[masks] * row).sum(axis=1)
+            row[channel] = max(0.0, float((left / table[masks, channel]).min()))
+    weights.setflags(write=False)
+    return weights
 
 
 def weights_of_passes(interference: Interference | None, across_nodes: bool) -> tuple[FloatArray, FloatArray]:
@@ -154,7 +153,7 @@ def weights_of_passes(interference: Interference | None, across_nodes: bool) -> 
     Where all of a backward are zero its seconds with nothing copied beside it are to be added. Arguments as for
     :func:`dual_weights`.
     """
-    weights_CC = dual_weights(interference, across_nodes)
-    none_C = np.zeros(len(CHANNELS))
+    weights = dual_weights(interference, across_nodes)
+    none = np.zeros(len(CHANNELS))
     first, then = zip(*_FAVOURED, strict=True)
-    return weights_CC[list(first)], np.stack([none_C if item is None else weights_CC[item] for item in then])
+    return weights[list(first)], np.stack([none if item is None else weights[item] for item in then])

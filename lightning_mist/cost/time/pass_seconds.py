@@ -14,14 +14,8 @@ its own seconds, but for an update, beside which the next unit's state comes.
 
 Array axes
     K  candidates
-    A  lines: distinct stages, by the layers that they have and recompute
-    J  places in their lists of rows
-    I  distinct rows of all lists
-    Q  questions
-    B  ways in which rows without copies lie in their stages
-    U  rows of questions, as far as they occur
-    H  channels
-    R  units
+    J  lines: distinct stages, by the layers that they have and recompute; or questions; or their rows that occur
+    R  units, or places in lists of rows
 """
 
 from collections.abc import Callable, Iterator
@@ -102,17 +96,17 @@ class RowLists:
 
     Attributes:
         line_K: The list of each candidate.
-        row_JA: Rows of lists, in the order of forward.
-        count_JA: How many units in a row have one like it; 0 where a list has come to its end.
-        unit_I: A unit that each row is about.
-        bits_I: How it lies in its stage.
+        row_RJ: Rows of lists, in the order of forward.
+        count_RJ: How many units in a row have one like it; 0 where a list has come to its end.
+        unit_of_row: A unit that each row is about.
+        bits_of_row: How it lies in its stage.
     """
 
     line_K: IntArray
-    row_JA: IntArray
-    count_JA: FloatArray
-    unit_I: IntArray
-    bits_I: IntArray
+    row_RJ: IntArray
+    count_RJ: FloatArray
+    unit_of_row: IntArray
+    bits_of_row: IntArray
 
     @classmethod
     def of(cls, loads: Loads, regions: StageRegions) -> "RowLists":
@@ -121,33 +115,37 @@ class RowLists:
         width = len(like_R) + 1
         code_K = (regions.low_K * width + regions.high_K) * width
         code_K += np.clip(regions.middle_K, regions.low_K, regions.high_K)
-        code_A, line_K = distinct_codes(code_K, width**3)
-        low_A, high_A, middle_A = code_A // width**2, code_A // width % width, code_A % width
-        first_A = np.maximum(low_A, 1)
+        code_J, line_K = distinct_codes(code_K, width**3)
+        low_J, high_J, middle_J = code_J // width**2, code_J // width % width, code_J % width
+        first_J = np.maximum(low_J, 1)
         # Rows are alike between places where units change, or what lies around them.
-        near = [low_A + 1, high_A - 2, high_A - 1, first_A, first_A + 1, middle_A, middle_A + 1]
-        unit_JA, count_JA = runs_between(low_A, high_A, near, changes.tolist())
-        bits_JA = BELOW * (unit_JA > low_A) + ABOVE * (unit_JA < high_A - 1) + _INSIDE[2] * (unit_JA < high_A - 2)
+        near = [low_J + 1, high_J - 2, high_J - 1, first_J, first_J + 1, middle_J, middle_J + 1]
+        unit_RJ, count_RJ = runs_between(low_J, high_J, near, changes.tolist())
+        bits_RJ = BELOW * (unit_RJ > low_J) + ABOVE * (unit_RJ < high_J - 1) + _INSIDE[2] * (unit_RJ < high_J - 2)
         for behind, bit in _AGAIN.items():
-            bits_JA += bit * ((unit_JA + behind >= first_A) & (unit_JA + behind < middle_A))
-        code_I, row_X = distinct_codes((like_R[unit_JA] * _LIES + bits_JA).reshape(-1), len(like_R) * _LIES)
+            bits_RJ += bit * ((unit_RJ + behind >= first_J) & (unit_RJ + behind < middle_J))
+        codes, rows = distinct_codes((like_R[unit_RJ] * _LIES + bits_RJ).reshape(-1), len(like_R) * _LIES)
         return cls(
             line_K=line_K,
-            row_JA=row_X.reshape(unit_JA.shape),
-            count_JA=count_JA.astype(np.float64),
-            unit_I=code_I // _LIES,
-            bits_I=code_I % _LIES,
+            row_RJ=rows.reshape(unit_RJ.shape),
+            count_RJ=count_RJ.astype(np.float64),
+            unit_of_row=codes // _LIES,
+            bits_of_row=codes % _LIES,
         )
 
 
 def _alike(loads: Loads) -> tuple[IntArray, IntArray]:
     """Of each unit one with the same loads and neighbours, and the units that are not like the one before."""
-    seconds_WQR = loads.seconds_WQR
-    run_R = np.concatenate([[0], np.cumsum((seconds_WQR[:, :, 1:] != seconds_WQR[:, :, :-1]).any(axis=(0, 1)))])
+    seconds_by_name_JR = loads.seconds_by_name_JR
+    run_R = np.concatenate(
+        [[0], np.cumsum((seconds_by_name_JR[:, :, 1:] != seconds_by_name_JR[:, :, :-1]).any(axis=(0, 1)))]
+    )
     # Of units that are like the one before nothing has to be compared with others.
-    columns_X = np.ascontiguousarray(np.moveaxis(seconds_WQR[:, :, np.flatnonzero(np.diff(run_R, prepend=-1))], 2, 0))
+    columns = np.ascontiguousarray(
+        np.moveaxis(seconds_by_name_JR[:, :, np.flatnonzero(np.diff(run_R, prepend=-1))], 2, 0)
+    )
     known: dict[bytes, int] = {}
-    kind_R = np.array([known.setdefault(column.tobytes(), len(known)) for column in columns_X])[run_R].tolist()
+    kind_R = np.array([known.setdefault(column.tobytes(), len(known)) for column in columns])[run_R].tolist()
     seen: dict[tuple[int, ...], int] = {}
     units = range(len(kind_R) - BEFORE - BEHIND)
     like_R = np.array([seen.setdefault(tuple(kind_R[unit : unit + BEFORE + BEHIND + 1]), unit) for unit in units])
@@ -155,26 +153,26 @@ def _alike(loads: Loads) -> tuple[IntArray, IntArray]:
 
 
 def row_loads(
-    loads: Loads, one: PassKind, question_U: IntArray, unit_U: IntArray, bits_U: IntArray
+    loads: Loads, one: PassKind, question_J: IntArray, unit_J: IntArray, bits_J: IntArray
 ) -> tuple[FloatArray, FloatArray]:
-    """What rows of a pass have to do; axes ``H`` and ``U``; and for what computing waits before each.
+    """What rows of a pass have to do; axes channel and ``J``; and for what computing waits before each.
 
     Args:
-        bits_U: How they lie in their stages.
+        bits_J: How they lie in their stages.
     """
-    place_U = question_U * loads.width + unit_U + BEFORE
-    load_HU, waited_U = np.zeros((len(Channel), len(place_U))), np.zeros(len(place_U))
+    place_J = question_J * loads.width + unit_J + BEFORE
+    loads_J, waited_J = np.zeros((len(Channel), len(place_J))), np.zeros(len(place_J))
     for load, offset in one.loads(loads.has):
         unit = one.step * offset
         bits = AGAIN * (load.name == "again")
         for behind in one.around(load, offset):
             bits |= _INSIDE[behind]
-        value_U = loads.at(load.name, place_U + unit, (bits_U & _AGAIN.get(unit, 0)) > 0) * ((bits_U & bits) == bits)
+        value_J = loads.at(load.name, place_J + unit, (bits_J & _AGAIN.get(unit, 0)) > 0) * ((bits_J & bits) == bits)
         if load.is_waited:
-            now_U = value_U * loads.waits_Q[question_U]
-            value_U, waited_U = value_U - now_U, waited_U + now_U
-        load_HU[load.channel] += value_U
-    return load_HU, waited_U
+            now_J = value_J * loads.waits_J[question_J]
+            value_J, waited_J = value_J - now_J, waited_J + now_J
+        loads_J[load.channel] += value_J
+    return loads_J, waited_J
 
 
 class _Stages:
@@ -228,10 +226,10 @@ class Passes(_Stages):
         self.interference, self.across_nodes = interference, across_nodes
         lists = self.lists = RowLists.of(loads, regions)
         # Which rows of which questions every candidate has, and which of all occur.
-        rows = len(lists.unit_I)
-        place_JK = self.question_K * rows + lists.row_JA[:, lists.line_K]
-        self._place_U, self._which_JK = distinct_codes(place_JK.reshape(-1), rows * len(loads))
-        self._which_JK, self._count_JK = self._which_JK.reshape(place_JK.shape), lists.count_JA[:, lists.line_K]
+        rows = len(lists.unit_of_row)
+        place_RK = self.question_K * rows + lists.row_RJ[:, lists.line_K]
+        self._place_J, self._which_RK = distinct_codes(place_RK.reshape(-1), rows * len(loads))
+        self._which_RK, self._count_RK = self._which_RK.reshape(place_RK.shape), lists.count_RJ[:, lists.line_K]
 
     def seconds(self, one: PassKind) -> FloatArray:
         """Seconds of one pass."""
@@ -242,10 +240,10 @@ class Passes(_Stages):
 
         Its first unit waits for that, and whatever its row has beside it is issued before.
         """
-        load_HU, waited_U = self.rows(one)
-        second_U = self._together(one, load_HU) + waited_U
-        total_K: FloatArray = np.einsum("jk,jk->k", self._count_JK, second_U.take(self._which_JK))
-        behind_K = total_K - second_U.take(self._which_JK[0]) + self.of_unit("forward", self.regions.low_K)
+        loads_J, waited_J = self.rows(one)
+        second_J = self._together(one, loads_J) + waited_J
+        total_K: FloatArray = np.einsum("jk,jk->k", self._count_RK, second_J.take(self._which_RK))
+        behind_K = total_K - second_J.take(self._which_RK[0]) + self.of_unit("forward", self.regions.low_K)
         front, behind = self.ends(one)
         if Channel.COMPUTE in front:
             total_K += self._together(one, self.first_update(one, front.pop(Channel.COMPUTE)))
@@ -255,25 +253,25 @@ class Passes(_Stages):
 
     def rows(self, one: PassKind) -> tuple[FloatArray, FloatArray]:
         """As :func:`row_loads`, of all rows that occur."""
-        question_U, row_U = np.divmod(self._place_U, len(self.lists.unit_I))
-        return row_loads(self.loads, one, question_U, self.lists.unit_I[row_U], self.lists.bits_I[row_U])
+        question_J, row_J = np.divmod(self._place_J, len(self.lists.unit_of_row))
+        return row_loads(self.loads, one, question_J, self.lists.unit_of_row[row_J], self.lists.bits_of_row[row_J])
 
     def first_update(self, one: PassKind, update_K: FloatArray) -> FloatArray:
-        """The update of the first unit of all, beside which comes what the second one needs; axes ``H`` and ``K``."""
-        load_HK = np.zeros((len(Channel), len(update_K)))
-        load_HK[Channel.COMPUTE] = update_K
+        """The update of the first unit of all, beside which comes what the second one needs; axes channel and ``K``."""
+        loads_K = np.zeros((len(Channel), len(update_K)))
+        loads_K[Channel.COMPUTE] = update_K
         if one.copies:
             is_there_K = self.regions.last_K > self.regions.low_K
-            load_HK[Channel.TO_DEVICE] = self.of_unit("state_in", self.regions.low_K + 1) * is_there_K
-        return load_HK
+            loads_K[Channel.TO_DEVICE] = self.of_unit("state_in", self.regions.low_K + 1) * is_there_K
+        return loads_K
 
-    def _together(self, one: PassKind, load_HX: FloatArray) -> FloatArray:
+    def _together(self, one: PassKind, loads_K: FloatArray) -> FloatArray:
         """Seconds of loads that start together."""
-        compute_X, network_X, down_X, up_X = load_HX
+        compute_K, network_K, down_K, up_K = loads_K
         if one.copies:
-            return concurrent_seconds(compute_X, network_X, down_X, up_X, self.interference, self.across_nodes)
-        both_X: FloatArray = compute_X + beyond_computing(compute_X, network_X, self.interference, self.across_nodes)
-        return both_X
+            return concurrent_seconds(compute_K, network_K, down_K, up_K, self.interference, self.across_nodes)
+        both_K: FloatArray = compute_K + beyond_computing(compute_K, network_K, self.interference, self.across_nodes)
+        return both_K
 
 
 class RowSums:
@@ -287,18 +285,18 @@ class RowSums:
         self._kept: dict[PassKind, FloatArray] = {}
 
     def of(self, one: PassKind) -> FloatArray:
-        """Sums over the units below each, by how its row lies, of its two loads and beyond computing; axes ``XQBR``."""
+        """Sums over units below each, of its two loads and beyond computing; axes: which, ``J``, how it lies, ``R``."""
         if one not in self._kept:
             shape = len(self.loads), 2 * AGAIN, self.loads.width - BEFORE - BEHIND
-            question_U, bits_U, unit_U = np.indices(shape).reshape(3, -1)
-            (compute_U, network_U, *_), _ = row_loads(self.loads, one, question_U, unit_U, bits_U)
-            found_XU = np.stack([compute_U, network_U, self.beyond(compute_U, network_U)])
-            self._kept[one] = prefix_sums(found_XU.reshape(3, *shape))
+            question_J, bits_J, unit_J = np.indices(shape).reshape(3, -1)
+            (compute_J, network_J, *_), _ = row_loads(self.loads, one, question_J, unit_J, bits_J)
+            found_by_kind = np.stack([compute_J, network_J, self.beyond(compute_J, network_J)])
+            self._kept[one] = prefix_sums(found_by_kind.reshape(3, *shape))
         return self._kept[one]
 
-    def beyond(self, compute_X: FloatArray, network_X: FloatArray) -> FloatArray:
+    def beyond(self, compute_K: FloatArray, network_K: FloatArray) -> FloatArray:
         """What communication takes beyond the computation beside it."""
-        return beyond_computing(compute_X, network_X, self.interference, self.across_nodes)
+        return beyond_computing(compute_K, network_K, self.interference, self.across_nodes)
 
 
 class SummedPasses(_Stages):
@@ -309,24 +307,24 @@ class SummedPasses(_Stages):
         self.sums_of, low_K, last_K = sums, regions.low_K, regions.last_K
         inner_K, outer_K = low_K + 1, np.maximum(last_K, low_K + 1)
         again_K = [np.clip(unit_K, inner_K, outer_K) for unit_K in (regions.first_K, regions.middle_K)]
-        mark_JK = np.stack([low_K, inner_K, *again_K, outer_K, last_K + 1])
-        bits_JK = np.full((len(mark_JK) - 1, len(low_K)), BETWEEN)
-        bits_JK[2] |= AGAIN
-        bits_JK[0], bits_JK[-1] = self._bits(low_K), self._bits(last_K)
-        place_JK = (question_K * 2 * AGAIN + bits_JK) * (sums.loads.width - BEFORE - BEHIND + 1)
-        self._begin_JK, self._end_JK = place_JK + mark_JK[:-1], place_JK + mark_JK[1:]
+        mark_RK = np.stack([low_K, inner_K, *again_K, outer_K, last_K + 1])
+        bits_RK = np.full((len(mark_RK) - 1, len(low_K)), BETWEEN)
+        bits_RK[2] |= AGAIN
+        bits_RK[0], bits_RK[-1] = self._bits(low_K), self._bits(last_K)
+        place_RK = (question_K * 2 * AGAIN + bits_RK) * (sums.loads.width - BEFORE - BEHIND + 1)
+        self._begin_RK, self._end_RK = place_RK + mark_RK[:-1], place_RK + mark_RK[1:]
 
     def sums(self, one: PassKind) -> FloatArray:
-        """Seconds of a pass: of computing, of communicating, and of both beyond computing; axes ``XK``."""
-        found_XY = self.sums_of.of(one).reshape(3, -1)
-        total_XK: FloatArray = (found_XY[:, self._end_JK] - found_XY[:, self._begin_JK]).sum(axis=1)
-        total_XK[1:] += sum(value_K for found in self.ends(one) for value_K in found.values())
-        return total_XK
+        """Seconds of a pass: of computing, of communicating, and of both beyond computing, each with axis ``K``."""
+        sums = self.sums_of.of(one).reshape(3, -1)
+        totals_K: FloatArray = (sums[:, self._end_RK] - sums[:, self._begin_RK]).sum(axis=1)
+        totals_K[1:] += sum(value_K for found in self.ends(one) for value_K in found.values())
+        return totals_K
 
     def beyond(self, one: PassKind) -> FloatArray:
         """Seconds of a pass beyond computing."""
-        sums_QBR = self.sums_of.of(one)[2]
-        total_K: FloatArray = (sums_QBR.take(self._end_JK) - sums_QBR.take(self._begin_JK)).sum(axis=0)
+        sums = self.sums_of.of(one)[2]
+        total_K: FloatArray = (sums.take(self._end_RK) - sums.take(self._begin_RK)).sum(axis=0)
         return total_K + sum(value_K for found in self.ends(one) for value_K in found.values())
 
     def restarted(self, kind: ActionKind, here_K: FloatArray, away_K: FloatArray) -> FloatArray:
@@ -339,8 +337,8 @@ class SummedPasses(_Stages):
         """
         one = PassKind(kind)
         first_K, last_K = (self.regions.low_K, self.regions.last_K)[:: one.step]
-        load_HK, _ = row_loads(self.loads, one, self.question_K, last_K, self._bits(last_K))
-        compute_K, alone_K = load_HK[Channel.COMPUTE], load_HK[Channel.NETWORK]
+        loads_K, _ = row_loads(self.loads, one, self.question_K, last_K, self._bits(last_K))
+        compute_K, alone_K = loads_K[Channel.COMPUTE], loads_K[Channel.NETWORK]
         unshard_K = self.of_unit("unshard", first_K)
         beside_K = self.sums_of.beyond(compute_K, alone_K + unshard_K) - self.sums_of.beyond(compute_K, alone_K)
         return away_K - here_K - unshard_K + beside_K

@@ -87,25 +87,25 @@ class StageSeconds(ArrayRecord):
     @property
     def steady_K(self) -> FloatArray:
         """Steady time ``t``."""
-        steady_K: FloatArray = self.own_XK[0] + self.transfer_K
+        steady_K: FloatArray = self.own_times_K[0] + self.transfer_K
         return steady_K
 
     @property
-    def own_XK(self) -> FloatArray:
+    def own_times_K(self) -> FloatArray:
         """Steady and boundary time but for what is exchanged with other stages."""
         steady_K = self.forward_K + self.backward_K + self.recompute_K + self.unshard_K + self.scatter_K + self.ring_K
         boundary_K = self.reduce_K + self.update_K + self.update_copies_K + self.once_K + self.gather_K
         return np.stack([steady_K + self.copies_K + self.overhead_K, boundary_K])
 
     @property
-    def exchanged_XK(self) -> FloatArray:
+    def exchanged_times_K(self) -> FloatArray:
         """What of steady and of boundary time is exchanged with other stages."""
         return np.stack([self.transfer_K, self.tied_K])
 
     @property
     def boundary_K(self) -> FloatArray:
         """Boundary time ``d``."""
-        boundary_K: FloatArray = self.own_XK[1] + self.tied_K
+        boundary_K: FloatArray = self.own_times_K[1] + self.tied_K
         return boundary_K
 
 

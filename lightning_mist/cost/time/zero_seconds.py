@@ -8,9 +8,8 @@ A gradient is reduced with the first unit of its stage that uses the parameter, 
 
 Array axes
     K  candidates
-    J  those of them that share gradients, or parameters
+    J  those of them that share gradients, or parameters; or first regions of stages, as far as they differ
     R  units, which are regions
-    F  first regions of stages, as far as they differ
 """
 
 from dataclasses import dataclass
@@ -32,29 +31,29 @@ class Beside:
 
     Attributes:
         unshard_R: Seconds of giving out each unit's parameters.
-        reduce_FR: Seconds of reducing its gradients.
+        reduce_JR: Seconds of reducing its gradients.
         row_R: Row of them for a stage that begins with each unit.
         sums: Rows of units, of the questions of :func:`~lightning_mist.cost.time.offload_loads.unit_loads`.
     """
 
     unshard_R: FloatArray
-    reduce_FR: FloatArray
+    reduce_JR: FloatArray
     row_R: IntArray
     is_one_unit: bool
     sums: RowSums
 
     def passes(self, zero_stage_K: IntArray, regions: StageRegions) -> SummedPasses:
         """Passes of stages without copies."""
-        question_K = unit_question(zero_stage_K, self.row_R[regions.low_K], len(self.reduce_FR))
+        question_K = unit_question(zero_stage_K, self.row_R[regions.low_K], len(self.reduce_JR))
         return SummedPasses(self.sums, question_K, regions)
 
     def between(self, *, is_unsharded: bool) -> FloatArray:
         """What each unit between others adds to a microbatch at least, if it is not recomputed, and if it is."""
-        rows = len(self.reduce_FR)
+        rows = len(self.reduce_JR)
         asked = slice((1 + is_unsharded) * rows, (2 + is_unsharded) * rows)
-        forward_QBR, backward_QBR = (self.sums.of(PassKind(kind))[2, asked] for kind in _KINDS)
-        least_XR: FloatArray = np.diff(forward_QBR + backward_QBR)[:, [BETWEEN, BETWEEN | AGAIN]].min(axis=0)
-        return least_XR
+        forward_sums, backward_sums = (self.sums.of(PassKind(kind))[2, asked] for kind in _KINDS)
+        least_by_kind_R: FloatArray = np.diff(forward_sums + backward_sums)[:, [BETWEEN, BETWEEN | AGAIN]].min(axis=0)
+        return least_by_kind_R
 
 
 UNSHARDED = ("forward_unshard_K", "backward_unshard_K", "begin_K", "forward_again_K", "backward_again_K")

@@ -250,14 +250,14 @@ class BatchWalk:
             gone = {*template.left, *template.outputs, *template.kept}
             found = self._kept_of[stage, part] = []
             for event in template.backward[True][part].chunk.events_E.tolist():
-                slot, size = -event - 1, int(template.slots.bytes_A[-event - 1])
+                slot, size = -event - 1, int(template.slots.bytes_K[-event - 1])
                 if -event not in made or event in made or slot in gone or size < SMALLEST_BYTES:
                     continue
                 unit = itemsize(template.slots.labels[slot].dtype or "uint8")
                 rest = (size // unit - round(ratio * (size // unit))) * unit
                 if rest < size:
                     found.append((slot, rest))
-            found.sort(key=lambda item: int(template.slots.bytes_A[item[0]]))
+            found.sort(key=lambda item: int(template.slots.bytes_K[item[0]]))
         return self._kept_of[stage, part]
 
     def _put_off(self, key: _Key, base: int, weights: Sequence[WeightGradient]) -> None:

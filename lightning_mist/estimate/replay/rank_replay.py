@@ -5,7 +5,7 @@ and those of the runtime itself: buffers of transfers and gradients, unsharded p
 
 Array axes
     E  events, in order
-    A  allocations, by identity
+    K  allocations, by identity
 """
 
 import re
@@ -53,14 +53,14 @@ class Replay:
 
     def __init__(self, rank: int, tape: EventTape, begin: int) -> None:
         self.rank, self.begin = rank, begin
-        self.events_E, self.bytes_A = tape.events(), tape.bytes()
+        self.events_E, self.bytes_K = tape.events(), tape.bytes()
         self.marks: tuple[Mark, ...] = tuple(tape.marks)
         self._blocks: tuple[TapeBlock, ...] = tuple(tape.blocks)
 
     @cached_property
     def _change_E(self) -> IntArray:
         """Bytes by which every event changes what is alive."""
-        change_E: IntArray = np.sign(self.events_E) * self.bytes_A[np.abs(self.events_E) - 1]
+        change_E: IntArray = np.sign(self.events_E) * self.bytes_K[np.abs(self.events_E) - 1]
         return change_E
 
     @cached_property
@@ -88,10 +88,10 @@ class Replay:
 
     def alive_at(self, event: int) -> tuple[Alive, ...]:
         """What is alive after an event, the largest first."""
-        count_A = np.zeros(len(self.bytes_A), dtype=np.int64)
+        count_K = np.zeros(len(self.bytes_K), dtype=np.int64)
         events_E = self.events_E[: event + 1]
-        np.add.at(count_A, np.abs(events_E) - 1, np.sign(events_E))
-        found = [self._alive(int(identity)) for identity in np.flatnonzero(count_A > 0)]
+        np.add.at(count_K, np.abs(events_E) - 1, np.sign(events_E))
+        found = [self._alive(int(identity)) for identity in np.flatnonzero(count_K > 0)]
         return tuple(sorted(found, key=lambda item: -item.nbytes))
 
     def terms_at_peak(self) -> tuple[tuple[str, int], ...]:
@@ -104,7 +104,7 @@ class Replay:
     def _alive(self, identity: int) -> Alive:
         block = self._blocks[int(np.searchsorted(self._firsts, identity, side="right")) - 1]
         return Alive(
-            nbytes=int(self.bytes_A[identity]),
+            nbytes=int(self.bytes_K[identity]),
             label=block.labels[identity - block.first],
             stage=block.stage if block.stage >= 0 else None,
             microbatch=block.microbatch if block.microbatch >= 0 else None,
@@ -117,8 +117,8 @@ class Replay:
     def live_by_term(self) -> tuple[tuple[str, IntArray], ...]:
         """For each term the bytes alive after every event of the last step."""
         terms = [label.term for block in self._blocks for label in block.labels]
-        index_A = np.array([TERMS.index(term) for term in terms], dtype=np.int64)
-        term_E = index_A[np.abs(self.events_E) - 1]
+        index_K = np.array([TERMS.index(term) for term in terms], dtype=np.int64)
+        term_E = index_K[np.abs(self.events_E) - 1]
         return tuple(
             (name, np.cumsum(np.where(term_E == number, self._change_E, 0))[self.begin :])
             for number, name in enumerate(TERMS)
@@ -126,7 +126,7 @@ class Replay:
 
     def memory_events(self) -> list[MemoryEvent]:
         """The events as a simulation of the allocator takes them, set-up and all steps."""
-        sizes = self.bytes_A.tolist()
+        sizes = self.bytes_K.tolist()
         return [
             malloc(event - 1, sizes[event - 1]) if event > 0 else free(-event - 1) for event in self.events_E.tolist()
         ]

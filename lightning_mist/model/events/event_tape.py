@@ -2,7 +2,7 @@
 
 Array axes
     E  events, in order: ``+(i + 1)`` allocates ``i``, ``-(i + 1)`` frees it
-    A  allocations, by identity
+    K  allocations, by identity
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Label(NamedTuple):
 class Slots:
     """Allocations that always come together: those of one microbatch in one stage."""
 
-    bytes_A: IntArray
+    bytes_K: IntArray
     labels: tuple[Label, ...]
 
 
@@ -108,7 +108,7 @@ class EventTape:
         first = self._count
         self.blocks.append(TapeBlock(first, slots.labels, stage, microbatch))
         self._flush_sizes()
-        self._bytes.append(slots.bytes_A)
+        self._bytes.append(slots.bytes_K)
         self._count += len(slots.labels)
         return first
 

@@ -178,7 +178,7 @@ class Stack:
         labels = {item.slot: self._label(item.part, item.allocation, item.backward) for item in self.born}
         labels |= self._arriving_labels
         return Slots(
-            bytes_A=np.array(self._bytes, dtype=np.int64),
+            bytes_K=np.array(self._bytes, dtype=np.int64),
             labels=tuple(labels[slot] for slot in range(len(self._bytes))),
         )
 

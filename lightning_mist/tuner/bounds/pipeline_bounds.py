@@ -9,12 +9,10 @@ too slow: with ``Z`` the least sum of the steady times of all stages, a pipeline
     (G - 1) max_i t_i + Z < V.
 
 Array axes
-    B  stages, by how many are behind them
-    C  numbers of stages
     N  numbers of devices, from 0 to all
     L  numbers of layers, from 0 to all
-    Q  where stages lie: in which part, next to which others
     R  regions
+    K  choices of stages at states
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,23 +49,23 @@ def quick_bounds(
     known: dict[tuple[int, Space, int], tuple[IntArray, FloatArray]] = {}
     result = {}
     for num_stages, count in pipelines:
-        most, least_PR, work_PR = world - num_stages + 1, [], []
+        most, least_by_part_R, work_by_part_R = world - num_stages + 1, [], []
         for number, part in enumerate(parts):
             space = together.space if num_stages == 1 else part.space
             if (number, space, count) not in known:
                 known[number, space, count] = _region_seconds(part, space, count)
             devices_N, region_NR = known[number, space, count]
             inside_N = devices_N == world if num_stages == 1 else devices_N <= most
-            least_PR.append(region_NR[inside_N].min(axis=0))
-            work_PR.append((region_NR * devices_N[:, None])[inside_N].min(axis=0))
+            least_by_part_R.append(region_NR[inside_N].min(axis=0))
+            work_by_part_R.append((region_NR * devices_N[:, None])[inside_N].min(axis=0))
         if num_stages == 1:
-            result[num_stages, count] = count * max(float(least_R.sum()) for least_R in least_PR)
+            result[num_stages, count] = count * max(float(least_R.sum()) for least_R in least_by_part_R)
             continue
-        alone_P = np.array([work_R.sum() for work_R in work_PR])
-        speed_P = np.divide(alone_P[0], alone_P, out=np.ones(len(parts)), where=alone_P > 0)
-        slowest = float((work_PR * speed_P[:, None]).min(axis=0).sum()) / float((sizes * speed_P).sum())
-        total = float(np.min(least_PR, axis=0).sum())
-        layer = min(float(work_R[1 : num_layers + 1].min(initial=np.inf)) for work_R in work_PR)
+        alone = np.array([work_R.sum() for work_R in work_by_part_R])
+        speeds = np.divide(alone[0], alone, out=np.ones(len(parts)), where=alone > 0)
+        slowest = float((work_by_part_R * speeds[:, None]).min(axis=0).sum()) / float((sizes * speeds).sum())
+        total = float(np.min(least_by_part_R, axis=0).sum())
+        layer = min(float(work_R[1 : num_layers + 1].min(initial=np.inf)) for work_R in work_by_part_R)
         each = layer * num_stages**2 / world if num_layers else 0.0
         result[num_stages, count] = (count - 1) * slowest + max(total, slowest, each)
     return result
@@ -90,14 +88,15 @@ class OpenStages:
     Attributes:
         counts: The numbers of stages, ascending, with which a pipeline may be fast enough.
         slowest: Steady seconds that no stage exceeds.
-        heads_CNL: Devices and layers of first stages, by the numbers of stages.
-        tails_BQNL: The same of other stages, by how many are behind them.
+        heads_NL: Devices and layers of first stages, by the numbers of stages.
+        tails_NL: The same of other stages, by how many are behind them, and by where they lie: in which part, next to
+            which others.
     """
 
     counts: tuple[int, ...]
     slowest: float
-    heads_CNL: BoolArray
-    tails_BQNL: BoolArray
+    heads_NL: BoolArray
+    tails_NL: BoolArray
 
     def of(self, stage_index: int, num_stages: int, part: int = 0, seams: int = 0) -> BoolArray:
         """Devices and layers of one stage; none if no pipeline that has it is fast enough.
@@ -106,10 +105,10 @@ class OpenStages:
             part: The part in which it lies.
             seams: Which of the stages next to it lie in others, as of choices.
         """
-        behind, none_NL = num_stages - 1 - stage_index, np.zeros(self.tails_BQNL.shape[2:], dtype=bool)
+        behind, none_NL = num_stages - 1 - stage_index, np.zeros(self.tails_NL.shape[2:], dtype=bool)
         if stage_index:
-            return self.tails_BQNL[behind, part * ANY_SEAMS + seams] if behind < len(self.tails_BQNL) else none_NL
-        return self.heads_CNL[self.counts.index(num_stages)] if num_stages in self.counts else none_NL
+            return self.tails_NL[behind, part * ANY_SEAMS + seams] if behind < len(self.tails_NL) else none_NL
+        return self.heads_NL[self.counts.index(num_stages)] if num_stages in self.counts else none_NL
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,7 +191,7 @@ def open_stages(family: Family, below: float) -> OpenStages:
     shape = max(family.num_devices) + 1, family.num_layers + 1
     places = 1 if len(family.num_devices) == 1 else len(family.num_devices) * ANY_SEAMS
     nothing = OpenStages(
-        counts=(), slowest=0.0, heads_CNL=np.zeros((0, *shape), bool), tails_BQNL=np.zeros((0, places, *shape), bool)
+        counts=(), slowest=0.0, heads_NL=np.zeros((0, *shape), bool), tails_NL=np.zeros((0, places, *shape), bool)
     )
     if not family.heads:
         return nothing
@@ -201,17 +200,17 @@ def open_stages(family: Family, below: float) -> OpenStages:
     if walk is None:
         return nothing
     masks = {count: np.zeros(shape, dtype=bool) for count in family.heads}
-    tails_BQNL = np.zeros((len(family.tails), places, *shape), dtype=bool)
+    tails_NL = np.zeros((len(family.tails), places, *shape), dtype=bool)
     for item in matching(suffixes, walk, family.num_microbatches, suffixes.least_bottleneck(), below):
-        slot, at_A = family.heads[item.behind + 1] if item.is_head else family.tails[item.behind], item.choice_A
+        slot, at_K = family.heads[item.behind + 1] if item.is_head else family.tails[item.behind], item.choice_K
         if item.is_head:
-            masks[item.behind + 1][slot.devices_K[at_A], slot.layers_K[at_A]] = True
+            masks[item.behind + 1][slot.devices_K[at_K], slot.layers_K[at_K]] = True
         else:
-            place_A = slot.part_K[at_A] * ANY_SEAMS + item.seams_A
-            tails_BQNL[item.behind, place_A, slot.devices_K[at_A], slot.layers_K[at_A]] = True
+            place_K = slot.part_K[at_K] * ANY_SEAMS + item.seams_K
+            tails_NL[item.behind, place_K, slot.devices_K[at_K], slot.layers_K[at_K]] = True
     counts = tuple(count for count, mask_NL in sorted(masks.items()) if mask_NL.any())
-    heads_CNL = np.stack([masks[count] for count in counts]) if counts else nothing.heads_CNL
-    return OpenStages(counts=counts, slowest=walk.bottleneck, heads_CNL=heads_CNL, tails_BQNL=tails_BQNL)
+    heads_NL = np.stack([masks[count] for count in counts]) if counts else nothing.heads_NL
+    return OpenStages(counts=counts, slowest=walk.bottleneck, heads_NL=heads_NL, tails_NL=tails_NL)
 
 
 def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> SuffixWalk | None:

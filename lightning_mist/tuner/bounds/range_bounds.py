@@ -6,10 +6,9 @@ that several regions use need. Batches are left out too.
 
 Array axes
     L  layers; lengths of ranges ``0 .. L``
-    R  regions; in fields of :class:`RangeBounds` ranges: a ZeRO stage on an arrangement of devices, a number of layers,
-       how many of the first are recomputed
-    X  positions in a pipeline
-    K  ranges on one arrangement of devices
+    R  regions
+    K  ranges: a ZeRO stage on an arrangement of devices, a number of layers, how many of the first are recomputed
+    S  stages by their positions in a pipeline, in the order of ``POSITIONS``
 
 :class:`RangeBounds` has what they compute and exchange, and what they hold: activations, transfers, parameters,
 gradients and optimizer state.
@@ -17,7 +16,7 @@ gradients and optimizer state.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -52,7 +51,7 @@ def of_layers(values_R: FloatArray) -> FloatArray:
 
 
 def edges(values_R: FloatArray) -> FloatArray:
-    """What the head or the tail adds at every position, with axis ``X``."""
+    """What the head or the tail adds at every position; axis ``S``."""
     return np.array([values_R[0], 0.0, values_R[-1]])
 
 
@@ -64,9 +63,9 @@ MOST_DEALT = 48
 
 
 def buffered_share(layers_K: IntArray) -> FloatArray:
-    """The share of all that units offload that two buffers take; the head or the tail is one more; axes ``XK``."""
-    share_XK: FloatArray = np.minimum(1.0, BUFFERS / (layers_K + np.array([[1], [0], [1]])))
-    return share_XK
+    """The share of all that units offload that two buffers take; the head or the tail is one more; axes ``SK``."""
+    share_SK: FloatArray = np.minimum(1.0, BUFFERS / (layers_K + np.array([[1], [0], [1]])))
+    return share_SK
 
 
 Position = Literal["first", "middle", "last"]
@@ -79,7 +78,7 @@ SlotOf = Callable[[int, int, int, Shape, Parts], StageSlot]
 """A slot, by stage, number of stages and of microbatches, arrangement of its devices, and parts."""
 
 POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
-"""Positions, in the order of axis ``X``."""
+"""Positions, in the order of axis ``S``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,44 +86,42 @@ class RangeBounds(ArrayRecord):
     """Lower bounds of ranges at every position in a pipeline, in seconds and bytes, by devices and layers.
 
     Attributes:
-        backward_XR: Computing a backward, with what it recomputes.
-        exposed_XR: What exchanging among ranks with the same parameters takes beyond computing, with nothing copied.
-        once_XR: What is done once per batch.
-        deferred_XR: The same where the optimizer's step may happen in the next forward.
-        activations_R: What a microbatch keeps until its backward.
-        kept_R: The same when its output has gone.
-        top_R: The part of it that the last layer keeps.
-        top_two_R: The part that the last two layers keep.
-        least_parameters_XR: What of them stays whatever is offloaded, buffers included; so of gradients and state.
-        received_XR: What is received of every microbatch, and stays as long as that is in flight.
-        always_XR: What is there whatever is offloaded: temporaries of the first backward of a region, and what
+        backward_SK: Computing a backward, with what it recomputes.
+        exposed_SK: What exchanging among ranks with the same parameters takes beyond computing, with nothing copied.
+        once_SK: What is done once per batch.
+        deferred_SK: The same where the optimizer's step may happen in the next forward.
+        activations_K: What a microbatch keeps until its backward.
+        kept_K: The same when its output has gone.
+        top_K: The part of it that the last layer keeps.
+        top_two_K: The part that the last two layers keep.
+        least_parameters_SK: What of them stays whatever is offloaded, buffers included; so of gradients and state.
+        received_SK: What is received of every microbatch, and stays as long as that is in flight.
+        always_SK: What is there whatever is offloaded: temporaries of the first backward of a region, and what
             gradients of the backward before it are under way.
-        is_told_R: Whether it can be told what copies take.
+        is_told_K: Whether it can be told what copies take.
     """
 
-    AXIS: ClassVar[str] = "R"
-
-    layers_R: IntArray
-    devices_R: IntArray
-    forward_XR: FloatArray
-    backward_XR: FloatArray
-    exposed_XR: FloatArray
-    transfer_XR: FloatArray
-    once_XR: FloatArray
-    deferred_XR: FloatArray
-    activations_R: FloatArray
-    kept_R: FloatArray
-    top_R: FloatArray
-    top_two_R: FloatArray
-    parameters_XR: FloatArray
-    gradients_XR: FloatArray
-    optimizer_XR: FloatArray
-    least_parameters_XR: FloatArray
-    least_gradients_XR: FloatArray
-    least_optimizer_XR: FloatArray
-    received_XR: FloatArray
-    always_XR: FloatArray
-    is_told_R: BoolArray
+    layers_K: IntArray
+    devices_K: IntArray
+    forward_SK: FloatArray
+    backward_SK: FloatArray
+    exposed_SK: FloatArray
+    transfer_SK: FloatArray
+    once_SK: FloatArray
+    deferred_SK: FloatArray
+    activations_K: FloatArray
+    kept_K: FloatArray
+    top_K: FloatArray
+    top_two_K: FloatArray
+    parameters_SK: FloatArray
+    gradients_SK: FloatArray
+    optimizer_SK: FloatArray
+    least_parameters_SK: FloatArray
+    least_gradients_SK: FloatArray
+    least_optimizer_SK: FloatArray
+    received_SK: FloatArray
+    always_SK: FloatArray
+    is_told_K: BoolArray
 
 
 def range_bounds(
@@ -164,11 +161,11 @@ def range_bounds(
             rows += [{**common, **arranged.of_zero(zero_stage, counted[zero_stage])} for zero_stage in sorted(counted)]
     if not rows:
         return _no_ranges()
-    order_R = np.lexsort([np.concatenate([row[name] for row in rows]) for name in ("layers_R", "devices_R")])
+    order_K = np.lexsort([np.concatenate([row[name] for row in rows]) for name in ("layers_K", "devices_K")])
     # One figure after another, so that there are never two of all.
     return RangeBounds(
         **{
-            item.name: np.concatenate([row.pop(item.name) for row in rows], axis=-1)[..., order_R]
+            item.name: np.concatenate([row.pop(item.name) for row in rows], axis=-1)[..., order_K]
             for item in fields(RangeBounds)
         }
     )
@@ -182,10 +179,10 @@ def _least_device_seconds(model: StageCostModel, slots: Sequence[StageSlot]) -> 
 
 
 def _no_ranges() -> RangeBounds:
-    kinds = {"layers_R": np.int64, "devices_R": np.int64, "is_told_R": np.bool_}
+    kinds = {"layers_K": np.int64, "devices_K": np.int64, "is_told_K": np.bool_}
     numbers: dict[str, Any] = {name: np.empty(0, dtype=kind) for name, kind in kinds.items()}
     names = [item.name for item in fields(RangeBounds)]
-    empty = {name: np.empty((len(POSITIONS), 0) if name.endswith("_XR") else 0) for name in names}
+    empty = {name: np.empty((len(POSITIONS), 0) if name.endswith("_SK") else 0) for name in names}
     return RangeBounds(**(empty | numbers))
 
 
@@ -201,7 +198,7 @@ def slots_of(space: Space, slot_of: SlotOf, num_microbatches: int, parts: Parts 
 
 def received(model: StageCostModel, slot: StageSlot, num_layers: int) -> tuple[float, float]:
     """Seconds of receiving what comes from the front and from behind, over any cut."""
-    arrival, back = (float(item_B[1:num_layers].min()) * least_correction(model) for item_B in model.cuts(slot))
+    arrival, back = (float(crossing[1:num_layers].min()) * least_correction(model) for crossing in model.cuts(slot))
     return arrival, back
 
 
@@ -228,27 +225,27 @@ class _Arranged:
         self.memory, self.degree = model.memory(slot), slot.shard_degree
         self.compute = model.region_seconds(*slot.computed)
         both_L, again_L = map(of_layers, (self.compute.forward_R + self.compute.backward_R, self.compute.recompute_R))
-        layers_W = np.arange(fewest, space.num_layers)
-        layers_W = layers_W[both_L[layers_W] <= left_L[layers_W]]
-        index_K, recomputed_K = space.recomputed(layers_W)
-        layers_K = layers_W[index_K]
+        lengths_K = np.arange(fewest, space.num_layers)
+        lengths_K = lengths_K[both_L[lengths_K] <= left_L[lengths_K]]
+        index_K, recomputed_K = space.recomputed(lengths_K)
+        layers_K = lengths_K[index_K]
         in_time_K = both_L[layers_K] + again_L[recomputed_K] <= left_L[layers_K]
         self.layers_K, self.recomputed_K = layers_K[in_time_K], recomputed_K[in_time_K]
         self.corrected = least_correction(model)
-        self.forward_XK = self._summed(self.compute.forward_R)
-        self.backward_XK = self._summed(self.compute.backward_R) + again_L[self.recomputed_K]
+        self.forward_SK = self._summed(self.compute.forward_R)
+        self.backward_SK = self._summed(self.compute.backward_R) + again_L[self.recomputed_K]
         self.are_alike = are_alike
 
     def of_any_zero(self) -> dict[str, Any]:
         """What :class:`RangeBounds` has of them under any ZeRO stage."""
         count = len(self.layers_K)
         return {
-            "layers_R": self.layers_K,
-            "devices_R": np.full(count, self.slot.devices),
-            "forward_XR": self.forward_XK,
-            "backward_XR": self.backward_XK,
-            "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
-            "received_XR": np.repeat(self._received()[:, None], count, axis=1),
+            "layers_K": self.layers_K,
+            "devices_K": np.full(count, self.slot.devices),
+            "forward_SK": self.forward_SK,
+            "backward_SK": self.backward_SK,
+            "transfer_SK": np.repeat(self._transferred()[:, None], count, axis=1),
+            "received_SK": np.repeat(self._received()[:, None], count, axis=1),
             **self._activations(),
         }
 
@@ -262,30 +259,30 @@ class _Arranged:
         is_told = (not self.memory.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
             not self.model.profile.corrections or zero_stage < ZeroStage.GRADIENTS
         )
-        computed = self.forward_XK, self.backward_XK
-        once_XK, deferred_XK = _least_once(self.model, self.slot, counted, self._trained(), *computed)
+        computed = self.forward_SK, self.backward_SK
+        once_SK, deferred_SK = _least_once(self.model, self.slot, counted, self._trained(), *computed)
         return {
-            "is_told_R": np.full(len(self.layers_K), is_told),
-            "once_XR": once_XK,
-            "deferred_XR": deferred_XK,
-            "exposed_XR": self._exposed(zero_stage),
-            "always_XR": self._always(zero_stage),
+            "is_told_K": np.full(len(self.layers_K), is_told),
+            "once_SK": once_SK,
+            "deferred_SK": deferred_SK,
+            "exposed_SK": self._exposed(zero_stage),
+            "always_SK": self._always(zero_stage),
             **self._states(zero_stage),
         }
 
     def _summed(self, values_R: FloatArray) -> FloatArray:
-        """The least sums of ranges, with axes ``XK``."""
-        sums_XK: FloatArray = edges(values_R)[:, None] + of_layers(values_R)[self.layers_K]
-        return sums_XK
+        """The least sums of ranges, with axes ``SK``."""
+        sums_SK: FloatArray = edges(values_R)[:, None] + of_layers(values_R)[self.layers_K]
+        return sums_SK
 
     def _transferred(self) -> FloatArray:
-        """Seconds of receiving what comes from the neighbours, over any cut, with axis ``X``."""
+        """Seconds of receiving what comes from the neighbours, over any cut, with axis ``S``."""
         slots = [replace(self.slot, parts=parts) for parts in self.neighbours]
         arrival, back = np.min([received(self.model, slot, self.space.num_layers) for slot in slots], axis=0)
         return np.array([back, arrival + back, arrival])
 
     def _exposed(self, zero_stage: int) -> FloatArray:
-        """What communication takes beyond computing (:mod:`lightning_mist.cost.time.zero_seconds`); axes ``XK``.
+        """What communication takes beyond computing (:mod:`lightning_mist.cost.time.zero_seconds`); axes ``SK``.
 
         Behind the first unit's backward nothing hides its reduction. Beside the backward of any but the last unit that
         above is reduced; beside that of any but the outermost two the one below is unsharded too.
@@ -304,24 +301,24 @@ class _Arranged:
         between_K = np.maximum(self.layers_K - 1 - is_unsharded, 0)
         again_K = np.minimum(self.recomputed_K, between_K)
         inside_K = (between_K - again_K) * plain + again_K * again
-        lowest_R = beside.reduce_FR.min(axis=0)
+        lowest_R = beside.reduce_JR.min(axis=0)
         lowest = float(lowest_R[1:-1].min(initial=np.inf))
-        exposed_XK: FloatArray = np.array([float(lowest_R[0]), lowest, lowest])[:, None] + inside_K
-        return exposed_XK * self.corrected
+        exposed_SK: FloatArray = np.array([float(lowest_R[0]), lowest, lowest])[:, None] + inside_K
+        return exposed_SK * self.corrected
 
     def _trained(self) -> FloatArray:
-        """Bytes of trained parameters, with axes ``XK``."""
+        """Bytes of trained parameters, with axes ``SK``."""
         table = self.memory.holdings.table
-        trained_XK: FloatArray = edges(table.trained_R)[:, None] + of_layers(table.single_R)[self.layers_K]
-        return trained_XK
+        trained_SK: FloatArray = edges(table.trained_R)[:, None] + of_layers(table.single_R)[self.layers_K]
+        return trained_SK
 
     def _received(self) -> FloatArray:
-        """Bytes of what comes from the stage before, over any cut, with axis ``X``."""
-        cuts_B = self.memory.costs(self.slot.rows).boundary_B[1:-1]
-        return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
+        """Bytes of what comes from the stage before, over any cut, with axis ``S``."""
+        cuts = self.memory.costs(self.slot.rows).boundary_by_cut[1:-1]
+        return np.array([0.0, 1.0, 1.0]) * (cuts.min() if len(cuts) else 0.0)
 
     def _always(self, zero_stage: int) -> FloatArray:
-        """Bytes that are there whatever is offloaded where a backward begins, with axes ``XK``.
+        """Bytes that are there whatever is offloaded where a backward begins, with axes ``SK``.
 
         Where gradients are dealt out every backward makes them anew, unless all are one unit, and those of the stage's
         first unit, which the backward before has made last, are still under way.
@@ -334,12 +331,12 @@ class _Arranged:
         # Where all layers are recomputed so is the last, which runs first, behind the tail.
         layer_K = np.where(self.recomputed_K < self.layers_K, plain_R[1:-1].min(), again_R[1:-1].min())
         tail = float(costs.saved_R[-1] + min(plain_R[-1], again_R[-1]))
-        under_way_X = np.array([trained_R[0], *[trained_R[1:-1].min()] * 2])
-        under_way_X *= is_dealt and self.slot.num_microbatches > 1
-        always_XK: FloatArray = np.stack([layer_K, layer_K, np.full_like(layer_K, tail)]) + under_way_X[:, None]
-        always_XK[2] = np.maximum(always_XK[2], layer_K)
-        always_XK += self.memory.spec.buffer_bytes
-        return always_XK
+        under_way = np.array([trained_R[0], *[trained_R[1:-1].min()] * 2])
+        under_way *= is_dealt and self.slot.num_microbatches > 1
+        always_SK: FloatArray = np.stack([layer_K, layer_K, np.full_like(layer_K, tail)]) + under_way[:, None]
+        always_SK[2] = np.maximum(always_SK[2], layer_K)
+        always_SK += self.memory.spec.buffer_bytes
+        return always_SK
 
     def _activations(self) -> dict[str, FloatArray]:
         """Bytes of what microbatches keep for backward."""
@@ -351,10 +348,10 @@ class _Arranged:
         # The one below the top is recomputed if all but the top, or all, are.
         below_K = np.where(recomputed_K >= layers_K - 1, inputs_L[1], plain_L[1]) * (layers_K > 1)
         return {
-            "activations_R": activations_K,
-            "kept_R": np.maximum(activations_K - handed, 0.0),
-            "top_R": top_K,
-            "top_two_R": np.minimum(top_K + below_K, activations_K),
+            "activations_K": activations_K,
+            "kept_K": np.maximum(activations_K - handed, 0.0),
+            "top_K": top_K,
+            "top_two_K": np.minimum(top_K + below_K, activations_K),
         }
 
     def _states(self, zero_stage: int) -> dict[str, FloatArray]:
@@ -364,47 +361,47 @@ class _Arranged:
         least the mean.
         """
         table, state = self.memory.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
-        held_XK = self._trained()
+        held_SK = self._trained()
 
         def share(since: ZeroStage) -> float:
             return 1 / self.slot.shard_degree if zero_stage >= since else 1.0
 
         layer = float(table.used_R[1:-1].min())
         # The tail and the layer below may use the same parameters.
-        units_XK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
-        away_XK = layer * units_XK * (1 - share(ZeroStage.PARAMETERS))
+        units_SK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
+        away_SK = layer * units_SK * (1 - share(ZeroStage.PARAMETERS))
         found = {
-            "parameters": held_XK * share(ZeroStage.PARAMETERS),
-            "gradients": held_XK * share(ZeroStage.GRADIENTS),
-            "optimizer": held_XK * share(ZeroStage.OPTIMIZER),
+            "parameters": held_SK * share(ZeroStage.PARAMETERS),
+            "gradients": held_SK * share(ZeroStage.GRADIENTS),
+            "optimizer": held_SK * share(ZeroStage.OPTIMIZER),
         }
-        least = {name: self._least(name, zero_stage, value_XK) for name, value_XK in found.items()}
+        least = {name: self._least(name, zero_stage, value_SK) for name, value_SK in found.items()}
         return {
-            "parameters_XR": found["parameters"] + away_XK,
-            "gradients_XR": found["gradients"],
-            "optimizer_XR": state * found["optimizer"],
-            "least_parameters_XR": least["parameters"] + away_XK,
-            "least_gradients_XR": least["gradients"],
-            "least_optimizer_XR": state * least["optimizer"],
+            "parameters_SK": found["parameters"] + away_SK,
+            "gradients_SK": found["gradients"],
+            "optimizer_SK": state * found["optimizer"],
+            "least_parameters_SK": least["parameters"] + away_SK,
+            "least_gradients_SK": least["gradients"],
+            "least_optimizer_SK": state * least["optimizer"],
         }
 
-    def _least(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
-        """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``XK``.
+    def _least(self, kind: str, zero_stage: int, held_SK: FloatArray) -> FloatArray:
+        """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``SK``.
 
         Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit.
         """
         if kind not in self.space.search.offloaded:
-            return held_XK
+            return held_SK
         shards, even = zero_stage >= SINCE[kind], self.memory.holdings.is_even and self.slot.shard_degree > 1
         # Pieces of parameters arrive where their units are gathered.
         buffers = 0 if kind == "parameters" and shards and even else BUFFERS
         in_parts = kind == "optimizer" and self.memory.spec.optimizer.is_entrywise
-        share_XK = buffered_share(self.layers_K) * (buffers > 0)
+        share_SK = buffered_share(self.layers_K) * (buffers > 0)
         # Beside a head or a tail, whose parts pass through buffers of layers' size, nothing is known of that.
-        least_XK = held_XK * (share_XK * np.array([[0.0], [1.0], [0.0]]) if in_parts else share_XK)
+        least_SK = held_SK * (share_SK * np.array([[0.0], [1.0], [0.0]]) if in_parts else share_SK)
         if self.are_alike:
             at_J = self.layers_K <= MOST_DEALT
-            least_XK[:, at_J] = self.memory.states.least_held(
+            least_SK[:, at_J] = self.memory.states.least_held(
                 self.layers_K[at_J],
                 (0.0, *self.space.offload_ratios),
                 self.slot.shard_degree if shards else 1,
@@ -413,16 +410,16 @@ class _Arranged:
                 is_summed=kind == "gradients",
                 in_parts=in_parts,
             )
-        return least_XK
+        return least_SK
 
 
 def _least_once(
     model: StageCostModel,
     slot: StageSlot,
     zero_stages: Collection[int],
-    trained_XK: FloatArray,
-    forward_XK: FloatArray,
-    backward_XK: FloatArray,
+    trained_SK: FloatArray,
+    forward_SK: FloatArray,
+    backward_SK: FloatArray,
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds that a batch takes once, beyond a microbatch in the middle of it.
 
@@ -437,16 +434,16 @@ def _least_once(
 
     Args:
         zero_stages: ZeRO stages of which the least counts.
-        trained_XK: Bytes of trained parameters that ranges hold at least.
-        forward_XK: Seconds of computing a forward, at least.
-        backward_XK: The same of a backward, with what it recomputes.
+        trained_SK: Bytes of trained parameters that ranges hold at least.
+        forward_SK: Seconds of computing a forward, at least.
+        backward_SK: The same of a backward, with what it recomputes.
 
     Returns:
         Them with the step behind the last backward, and with the step in the next forward.
     """
     if model.profile.corrections:
         # Runs have corrected each term by itself.
-        return np.zeros_like(trained_XK), np.zeros_like(trained_XK)
+        return np.zeros_like(trained_SK), np.zeros_like(trained_SK)
     machine, degree = (model.profile, model.cluster), slot.shard_degree
     even = model.spec.module_map.even_shards
     across = shard_nodes(model.cluster, slot) > 1
@@ -455,15 +452,15 @@ def _least_once(
     for zero_stage in zero_stages:
         shares = zero_stage >= ZeroStage.OPTIMIZER and degree > 1
         reduces, gives = shares and zero_stage >= ZeroStage.GRADIENTS, shares and zero_stage < ZeroStage.PARAMETERS
-        owned_XK, none_XK = trained_XK / (degree if shares else 1), np.zeros_like(trained_XK)
-        flags = np.full(trained_XK.shape, reduces), np.full(trained_XK.shape, gives)
-        update_XK = step_seconds_once(machine, model.spec, slot, (trained_XK, none_XK, owned_XK), flags)
-        averaged_XK = given_XK = none_XK
+        owned_SK, none_SK = trained_SK / (degree if shares else 1), np.zeros_like(trained_SK)
+        flags = np.full(trained_SK.shape, reduces), np.full(trained_SK.shape, gives)
+        update_SK = step_seconds_once(machine, model.spec, slot, (trained_SK, none_SK, owned_SK), flags)
+        averaged_SK = given_SK = none_SK
         if degree > 1 and not reduces:
-            averaged_XK = bucketed_seconds(machine, slot, "reduce" if shares else "all_reduce", trained_XK, even=even)
+            averaged_SK = bucketed_seconds(machine, slot, "reduce" if shares else "all_reduce", trained_SK, even=even)
         if gives:
-            given_XK = bucketed_seconds(machine, slot, "broadcast", trained_XK, even=even)
-        both_XK = update_XK + beyond_computing(backward_XK, averaged_XK, *beside)
-        found.append((both_XK + given_XK, both_XK + beyond_computing(forward_XK + update_XK, given_XK, *beside)))
+            given_SK = bucketed_seconds(machine, slot, "broadcast", trained_SK, even=even)
+        both_SK = update_SK + beyond_computing(backward_SK, averaged_SK, *beside)
+        found.append((both_SK + given_SK, both_SK + beyond_computing(forward_SK + update_SK, given_SK, *beside)))
     behind, inside = (np.min(items, axis=0) for items in zip(*found, strict=True))
     return behind, inside

@@ -24,13 +24,9 @@ Lower bounds of ranges receive from whichever part of a cluster that takes least
 stages next to one lie, what it takes beyond that counts too (:class:`SeamBounds`).
 
 Array axes
-    R  ranges; see :mod:`lightning_mist.tuner.bounds.range_bounds`
-    V  numbers of devices and layers
-    C  channels, in the order of ``CHANNELS``
-    W  pairs of weights, of a forward and of a backward
-    M  ranges that have to offload something
-    S  slots, one for every arrangement of devices
-    K  choices
+    K  ranges (see :mod:`lightning_mist.tuner.bounds.range_bounds`), or choices
+    J  ranges that have to offload something
+    S  stages: of every number of devices and layers, at every position, or slots for every arrangement of devices
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,21 +70,21 @@ class OffloadBounds:
     """How many bytes ranges can free at most by offloading, and what that takes at least.
 
     Attributes:
-        others_R: Bytes of activations of every microbatch in flight but the own one.
-        own_R: Bytes of activations of the own one.
-        activations_WR: Weighted seconds of copying all activations of a microbatch.
-        gradients_WR: Weighted seconds per byte of gradients that is freed.
-        parameters_WR: Weighted seconds per byte of parameters that is freed.
+        others_K: Bytes of activations of every microbatch in flight but the own one.
+        own_K: Bytes of activations of the own one.
+        activations_by_weights_K: Weighted seconds of copying all activations of a microbatch.
+        gradients_by_weights_K: Weighted seconds per byte of gradients that is freed.
+        parameters_by_weights_K: Weighted seconds per byte of parameters that is freed.
         least_ratio: The least ratio of activations that are offloaded at all.
     """
 
-    others_R: FloatArray
-    own_R: FloatArray
-    gradients_R: FloatArray
-    parameters_R: FloatArray
-    activations_WR: FloatArray
-    gradients_WR: FloatArray
-    parameters_WR: FloatArray
+    others_K: FloatArray
+    own_K: FloatArray
+    gradients_K: FloatArray
+    parameters_K: FloatArray
+    activations_by_weights_K: FloatArray
+    gradients_by_weights_K: FloatArray
+    parameters_by_weights_K: FloatArray
     least_ratio: float
 
 
@@ -97,26 +93,26 @@ class PositionBounds:
     """Ranges at one position that are fast enough there with nothing offloaded, and what no memory limit changes.
 
     Attributes:
-        begins_V: The first range of each pair of layers and devices.
-        reach_V: Steady and boundary seconds of each pair together, whatever is offloaded.
-        steady_R: Seconds of a microbatch, with its transfers, with nothing offloaded.
-        needed_R: Bytes around a backward without gradients of which nobody but the own microbatch is in flight, and
+        begins_S: The first range of each pair of layers and devices.
+        reach_S: Steady and boundary seconds of each pair together, whatever is offloaded.
+        steady_K: Seconds of a microbatch, with its transfers, with nothing offloaded.
+        needed_K: Bytes around a backward without gradients of which nobody but the own microbatch is in flight, and
             without what offloading optimizer state frees.
-        kept_R: Bytes that every other microbatch in flight adds, what is received of it included.
-        loads_WR: Weighted seconds of what is not copied.
+        kept_K: Bytes that every other microbatch in flight adds, what is received of it included.
+        loads_by_weights_K: Weighted seconds of what is not copied.
         offload: What may be offloaded, if anything but optimizer state may.
     """
 
-    layers_V: IntArray
-    devices_V: IntArray
-    begins_V: IntArray
-    reach_V: FloatArray
-    pair_R: IntArray
-    steady_R: FloatArray
-    needed_R: FloatArray
-    gradients_R: FloatArray
-    kept_R: FloatArray
-    loads_WR: FloatArray
+    layers_S: IntArray
+    devices_S: IntArray
+    begins_S: IntArray
+    reach_S: FloatArray
+    pair_K: IntArray
+    steady_K: FloatArray
+    needed_K: FloatArray
+    gradients_K: FloatArray
+    kept_K: FloatArray
+    loads_by_weights_K: FloatArray
     offload: OffloadBounds | None
 
 
@@ -156,42 +152,46 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         bottleneck: The most steady seconds of a stage.
     """
     at = POSITIONS.index(position)
-    alone_XR = ranges.forward_XR + ranges.backward_XR + ranges.transfer_XR + ranges.exposed_XR
-    alone_R = alone_XR[at, at_R := np.flatnonzero(alone_XR[at] <= bottleneck)]
-    ranges = ranges.take(at_R)
-    forward_R, backward_R, transfer_R = ranges.forward_XR[at], ranges.backward_XR[at], ranges.transfer_XR[at]
+    alone_SK = ranges.forward_SK + ranges.backward_SK + ranges.transfer_SK + ranges.exposed_SK
+    alone_K = alone_SK[at, at_K := np.flatnonzero(alone_SK[at] <= bottleneck)]
+    ranges = ranges.take(at_K)
+    forward_K, backward_K, transfer_K = ranges.forward_SK[at], ranges.backward_SK[at], ranges.transfer_SK[at]
     weights = _weights(setting.interference)
-    forward_WC, backward_WC = weights
-    loads_WR = np.outer(forward_WC[:, COMPUTE], forward_R) + np.outer(backward_WC[:, COMPUTE], backward_R) + transfer_R
+    forward_weights, backward_weights = weights
+    loads_by_weights_K = (
+        np.outer(forward_weights[:, COMPUTE], forward_K)
+        + np.outer(backward_weights[:, COMPUTE], backward_K)
+        + transfer_K
+    )
     # Copies beside a backward never make it faster.
-    loads_WR += np.outer(~backward_WC.any(axis=1), backward_R + ranges.exposed_XR[at])
-    optimizer_R = (ranges.least_optimizer_XR if "optimizer" in setting.kinds else ranges.optimizer_XR)[at]
-    pair_R = ranges.devices_R * (1 + int(ranges.layers_R.max(initial=0))) + ranges.layers_R
-    begins_V = np.flatnonzero(np.diff(pair_R, prepend=-1))
+    loads_by_weights_K += np.outer(~backward_weights.any(axis=1), backward_K + ranges.exposed_SK[at])
+    optimizer_K = (ranges.least_optimizer_SK if "optimizer" in setting.kinds else ranges.optimizer_SK)[at]
+    pair_K = ranges.devices_K * (1 + int(ranges.layers_K.max(initial=0))) + ranges.layers_K
+    begins_S = np.flatnonzero(np.diff(pair_K, prepend=-1))
     is_deferred = not setting.kinds.isdisjoint(UPDATED_KINDS)
-    reach_R = alone_R + (ranges.deferred_XR if is_deferred else ranges.once_XR)[at]
+    reach_K = alone_K + (ranges.deferred_SK if is_deferred else ranges.once_SK)[at]
     can_offload = setting.rates is not None and bool(setting.kinds - {"optimizer"})
     return PositionBounds(
-        layers_V=ranges.layers_R[begins_V],
-        devices_V=ranges.devices_R[begins_V],
-        begins_V=begins_V,
-        reach_V=np.minimum.reduceat(reach_R, begins_V) if len(reach_R) else np.empty(0),
-        pair_R=np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(ranges))),
-        steady_R=np.maximum(alone_R, loads_WR.max(axis=0, initial=0.0)),
-        needed_R=ranges.always_XR[at]
-        + ranges.received_XR[at]
-        + ranges.parameters_XR[at]
-        + ranges.activations_R
-        + optimizer_R,
-        gradients_R=ranges.gradients_XR[at],
-        kept_R=ranges.kept_R + ranges.received_XR[at],
-        loads_WR=loads_WR,
+        layers_S=ranges.layers_K[begins_S],
+        devices_S=ranges.devices_K[begins_S],
+        begins_S=begins_S,
+        reach_S=np.minimum.reduceat(reach_K, begins_S) if len(reach_K) else np.empty(0),
+        pair_K=np.repeat(np.arange(len(begins_S)), np.diff(begins_S, append=len(ranges))),
+        steady_K=np.maximum(alone_K, loads_by_weights_K.max(axis=0, initial=0.0)),
+        needed_K=ranges.always_SK[at]
+        + ranges.received_SK[at]
+        + ranges.parameters_SK[at]
+        + ranges.activations_K
+        + optimizer_K,
+        gradients_K=ranges.gradients_SK[at],
+        kept_K=ranges.kept_K + ranges.received_SK[at],
+        loads_by_weights_K=loads_by_weights_K,
         offload=_offload_bounds(ranges, position, setting, weights) if can_offload else None,
     )
 
 
 def _weights(interference: Interference | None) -> tuple[FloatArray, FloatArray]:
-    """Dual weights of forwards and backwards, wherever ranks with the same parameters are; axes ``WC``."""
+    """Dual weights of forwards and backwards, wherever ranks with the same parameters are; axes weights, channel."""
     near, far = (weights_of_passes(interference, across_nodes) for across_nodes in (False, True))
     return np.minimum(near[0], far[0]), np.minimum(near[1], far[1])
 
@@ -202,30 +202,30 @@ def _offload_bounds(
     assert setting.rates is not None
     to_device, to_host = 1 / setting.rates.to_device, 1 / setting.rates.to_host
     at, may, moves = POSITIONS.index(position), setting.kinds.__contains__, not setting.kinds <= {*UPDATED_KINDS}
-    free_R = 1 - buffered_share(ranges.layers_R)[at]
-    (_, _, forward_in_W, forward_out_W), (_, _, backward_in_W, backward_out_W) = (each_WC.T for each_WC in weights)
+    free_K = 1 - buffered_share(ranges.layers_K)[at]
+    (_, _, forward_in, forward_out), (_, _, backward_in, backward_out) = (each.T for each in weights)
     # Behind the last layer of a stage without the tail nothing is computed.
-    alone_R = np.minimum(ranges.top_R, ranges.activations_R) * (position != "last")
-    own_R = np.maximum(ranges.activations_R - (0.0 if position == "last" else ranges.top_two_R), 0.0)
+    alone_K = np.minimum(ranges.top_K, ranges.activations_K) * (position != "last")
+    own_K = np.maximum(ranges.activations_K - (0.0 if position == "last" else ranges.top_two_K), 0.0)
     if may("checkpoints"):
         # Each layer's may leave without the others', the least of them too: a byte frees one in every microbatch.
-        alone_R, own_R = np.zeros_like(alone_R), ranges.activations_R
-    told_R = (ranges.is_told_R & (free_R > 0)).astype(np.float64)
+        alone_K, own_K = np.zeros_like(alone_K), ranges.activations_K
+    told_K = (ranges.is_told_K & (free_K > 0)).astype(np.float64)
     # What frees nothing has no price. Of ``n`` units' gradients one part at most is not waited for, and two stay.
-    each_R = told_R / np.where(free_R > 0, free_R, 1.0)
+    each_K = told_K / np.where(free_K > 0, free_K, 1.0)
     fetched = to_device * (setting.num_microbatches > 1)
-    around_W = forward_out_W * to_host + backward_in_W * to_device
-    copied_R = ranges.is_told_R * (ranges.activations_R - alone_R)
+    around = forward_out * to_host + backward_in * to_device
+    copied_K = ranges.is_told_K * (ranges.activations_K - alone_K)
     return OffloadBounds(
-        others_R=ranges.activations_R * moves,
-        own_R=own_R * moves,
-        gradients_R=np.maximum(ranges.gradients_XR - ranges.least_gradients_XR, 0.0)[at]
+        others_K=ranges.activations_K * moves,
+        own_K=own_K * moves,
+        gradients_K=np.maximum(ranges.gradients_SK - ranges.least_gradients_SK, 0.0)[at]
         * (may("gradients") and setting.num_microbatches > 1),
-        parameters_R=np.maximum(ranges.parameters_XR - ranges.least_parameters_XR, 0.0)[at] * may("parameters"),
-        activations_WR=np.outer(around_W, copied_R) + (to_host + to_device) * ranges.is_told_R * alone_R,
-        gradients_WR=np.outer(fetched * backward_in_W, each_R)
-        + np.outer(to_host * backward_out_W, (each_R + told_R) / 2),
-        parameters_WR=np.outer(to_device * (forward_in_W + backward_in_W), told_R),
+        parameters_K=np.maximum(ranges.parameters_SK - ranges.least_parameters_SK, 0.0)[at] * may("parameters"),
+        activations_by_weights_K=np.outer(around, copied_K) + (to_host + to_device) * ranges.is_told_K * alone_K,
+        gradients_by_weights_K=np.outer(fetched * backward_in, each_K)
+        + np.outer(to_host * backward_out, (each_K + told_K) / 2),
+        parameters_by_weights_K=np.outer(to_device * (forward_in + backward_in), told_K),
         least_ratio=setting.least_ratio * (not may("checkpoints")),
     )
 
@@ -241,62 +241,69 @@ def stage_bounds(
         num_microbatches: With several there are gradients already.
         bottleneck: The most steady seconds of a stage that are of interest.
     """
-    excess_R = found.needed_R - memory_limit + others * found.kept_R + (num_microbatches > 1) * found.gradients_R
-    seconds_R = np.where(excess_R <= 0, found.steady_R, np.inf)
-    steady_V = np.minimum.reduceat(seconds_R, found.begins_V) if len(seconds_R) else np.empty(0)
+    excess_K = found.needed_K - memory_limit + others * found.kept_K + (num_microbatches > 1) * found.gradients_K
+    seconds_K = np.where(excess_K <= 0, found.steady_K, np.inf)
+    steady_S = np.minimum.reduceat(seconds_K, found.begins_S) if len(seconds_K) else np.empty(0)
     if found.offload is not None:
         # Offloading is of use only to what is faster than what fits.
-        at_M = np.flatnonzero(
-            (excess_R > 0) & (found.steady_R <= bottleneck) & (found.steady_R < steady_V[found.pair_R])
+        at_J = np.flatnonzero(
+            (excess_K > 0) & (found.steady_K <= bottleneck) & (found.steady_K < steady_S[found.pair_K])
         )
         # By one pair of weights alone most of it is already known to be too slow.
         for weights in (slice(0, 1), slice(None)):
-            seconds_M = _offloaded(found, found.offload, excess_R[at_M], others, (weights, at_M))
-            fast_M = (seconds_M <= bottleneck) & (seconds_M < steady_V[found.pair_R[at_M]])
-            at_M, seconds_M = at_M[fast_M], seconds_M[fast_M]
-        np.minimum.at(steady_V, found.pair_R[at_M], seconds_M)
-    at_K = np.flatnonzero((steady_V <= bottleneck) & (steady_V < np.inf))
-    steady_K = steady_V[at_K]
-    boundary_K = np.maximum(found.reach_V[at_K] - steady_K, 0.0)
-    return SlotChoices.anywhere(found.layers_V[at_K], found.devices_V[at_K], steady_K, boundary_K)
+            seconds_J = _offloaded(found, found.offload, excess_K[at_J], others, (weights, at_J))
+            fast_J = (seconds_J <= bottleneck) & (seconds_J < steady_S[found.pair_K[at_J]])
+            at_J, seconds_J = at_J[fast_J], seconds_J[fast_J]
+        np.minimum.at(steady_S, found.pair_K[at_J], seconds_J)
+    at_K = np.flatnonzero((steady_S <= bottleneck) & (steady_S < np.inf))
+    steady_K = steady_S[at_K]
+    boundary_K = np.maximum(found.reach_S[at_K] - steady_K, 0.0)
+    return SlotChoices.anywhere(found.layers_S[at_K], found.devices_S[at_K], steady_K, boundary_K)
 
 
 def _offloaded(
     found: PositionBounds,
     offload: OffloadBounds,
-    excess_M: FloatArray,
+    excess_J: FloatArray,
     others: int,
-    at_WM: tuple[slice, IntArray],
+    at_by_weights_J: tuple[slice, IntArray],
 ) -> FloatArray:
     """Lower bounds of ranges that have to free some bytes; infinite if offloading everything is too little.
 
     Args:
         others: Other microbatches in flight.
-        at_WM: Which pairs of weights count, and which ranges these are.
+        at_by_weights_J: Which pairs of weights count, and which ranges these are.
     """
-    at_M = at_WM[1]
-    activations_M = others * offload.others_R[at_M] + offload.own_R[at_M]
-    gradients_M, parameters_M = offload.gradients_R[at_M], offload.parameters_R[at_M]
-    activations_WM = offload.activations_WR[at_WM]
-    by_activations_WM = activations_WM / np.where(activations_M > 0, activations_M, np.inf)
-    states = [(offload.gradients_WR[at_WM], gradients_M), (offload.parameters_WR[at_WM], parameters_M)]
+    at_J = at_by_weights_J[1]
+    activations_J = others * offload.others_K[at_J] + offload.own_K[at_J]
+    gradients_J, parameters_J = offload.gradients_K[at_J], offload.parameters_K[at_J]
+    activations_by_weights_J = offload.activations_by_weights_K[at_by_weights_J]
+    by_activations_by_weights_J = activations_by_weights_J / np.where(activations_J > 0, activations_J, np.inf)
+    states = [
+        (offload.gradients_by_weights_K[at_by_weights_J], gradients_J),
+        (offload.parameters_by_weights_K[at_by_weights_J], parameters_J),
+    ]
 
-    def seconds(copies_WM: FloatArray, freed_M: FloatArray) -> FloatArray:
-        found_M = np.maximum((found.loads_WR[at_WM] + copies_WM).max(axis=0), found.steady_R[at_M])
-        return np.where(freed_M >= excess_M * (1 - _NEXT_TO_NOTHING), found_M, np.inf)
+    def seconds(copies_by_weights_J: FloatArray, freed_J: FloatArray) -> FloatArray:
+        found_J = np.maximum(
+            (found.loads_by_weights_K[at_by_weights_J] + copies_by_weights_J).max(axis=0), found.steady_K[at_J]
+        )
+        return np.where(freed_J >= excess_J * (1 - _NEXT_TO_NOTHING), found_J, np.inf)
 
-    def cheapest(kinds: Sequence[tuple[FloatArray, FloatArray]], freed_M: FloatArray) -> FloatArray:
-        return knapsack(kinds, np.minimum(excess_M, freed_M))
+    def cheapest(kinds: Sequence[tuple[FloatArray, FloatArray]], freed_J: FloatArray) -> FloatArray:
+        return knapsack(kinds, np.minimum(excess_J, freed_J))
 
     # Either activations stay, or as much of them is copied as by the least ratio.
-    freed_M = gradients_M + parameters_M
-    without_M = seconds(cheapest(states, freed_M), freed_M)
-    copies_WM = cheapest([(by_activations_WM, activations_M), *states], freed_M + activations_M)
-    with_M = seconds(np.maximum(copies_WM, offload.least_ratio * activations_WM), freed_M + activations_M)
-    return np.minimum(without_M, with_M)
+    freed_J = gradients_J + parameters_J
+    without_J = seconds(cheapest(states, freed_J), freed_J)
+    copies_by_weights_J = cheapest([(by_activations_by_weights_J, activations_J), *states], freed_J + activations_J)
+    with_J = seconds(
+        np.maximum(copies_by_weights_J, offload.least_ratio * activations_by_weights_J), freed_J + activations_J
+    )
+    return np.minimum(without_J, with_J)
 
 
-def knapsack(kinds: Sequence[tuple[FloatArray, FloatArray]], wanted_M: FloatArray) -> FloatArray:
+def knapsack(kinds: Sequence[tuple[FloatArray, FloatArray]], wanted_J: FloatArray) -> FloatArray:
     """Least weighted seconds in which some bytes are freed: the value of a fractional knapsack, by its dual.
 
     The cheapest way to free ``e`` bytes, of kinds ``i`` that free at most ``f_i`` at ``p_i`` seconds per byte, takes
@@ -304,17 +311,17 @@ def knapsack(kinds: Sequence[tuple[FloatArray, FloatArray]], wanted_M: FloatArra
         max_j [p_j e - sum_i f_i max(0, p_j - p_i)].
 
     Args:
-        kinds: Seconds per byte, with axes ``WM``, and bytes that can be freed at most, of every kind.
-        wanted_M: Bytes to free, no more than all kinds together can.
+        kinds: Seconds per byte, with axes weights and ``J``, and bytes that can be freed at most, of every kind.
+        wanted_J: Bytes to free, no more than all kinds together can.
     """
-    found_WM = np.zeros(kinds[0][0].shape)
-    for price_WM, _ in kinds:
-        way_WM = price_WM * wanted_M
-        for other_WM, freed_M in kinds:
-            if other_WM is not price_WM:
-                way_WM -= freed_M * np.maximum(price_WM - other_WM, 0.0)
-        np.maximum(found_WM, way_WM, out=found_WM)
-    return found_WM
+    found_by_weights_J = np.zeros(kinds[0][0].shape)
+    for price_by_weights_J, _ in kinds:
+        way_by_weights_J = price_by_weights_J * wanted_J
+        for other_by_weights_J, freed_J in kinds:
+            if other_by_weights_J is not price_by_weights_J:
+                way_by_weights_J -= freed_J * np.maximum(price_by_weights_J - other_by_weights_J, 0.0)
+        np.maximum(found_by_weights_J, way_by_weights_J, out=found_by_weights_J)
+    return found_by_weights_J
 
 
 MOST_KEPT = 1 << 15
@@ -350,14 +357,14 @@ class SeamBounds:
             [received(model, replace(slot, parts=(other, part, other)), num_layers) for other in range(num_parts)]
             for slot in slots
         ]
-        received_SPW = np.array(each).reshape(len(slots), num_parts, 2)
-        beyond_SPW = received_SPW - received_SPW.min(axis=1, keepdims=True)
+        received_S = np.array(each).reshape(len(slots), num_parts, 2)
+        beyond_S = received_S - received_S.min(axis=1, keepdims=True)
         return cls(
             part=part,
             size=model.cluster.world_size,
             devices_S=np.array([slot.devices for slot in slots], dtype=np.int64),
-            arrivals_S=tuple(beyond_SPW[:, other, 0] for other in range(num_parts)),
-            returns_S=tuple(beyond_SPW[:, other, 1] for other in range(num_parts)),
+            arrivals_S=tuple(beyond_S[:, other, 0] for other in range(num_parts)),
+            returns_S=tuple(beyond_S[:, other, 1] for other in range(num_parts)),
         )
 
     def at(self, choices: SlotChoices, front: int | None, behind: int | None, slowest: float) -> Iterator[SlotChoices]:

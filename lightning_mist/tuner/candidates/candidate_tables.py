@@ -18,15 +18,12 @@ all. They are looked at together (:class:`StagePoints`): whatever is compared wi
 them at once.
 
 Array axes
-    K  candidates, by rising steady time
-    P  candidates of a table as stages may have them, stage after stage
+    K  candidates, by rising steady time, or as stages may have them, stage after stage; or layer ranges, by themselves
+       and with numbers of recomputed layers
     N  numbers of devices
     L  numbers of layers
-    C  candidates of one arrangement of devices, or of several
-    E  layer ranges times numbers of recomputed layers
-    W  layer ranges
     R  regions
-    X  steady and boundary seconds
+    S  slots of stages
 """
 
 from collections.abc import Sequence
@@ -61,7 +58,7 @@ class Table:
         boundary_K: Boundary seconds.
         floor_K: Steady seconds with what of the boundary seconds copies cannot hide.
         again_K: What every stage behind adds to the steady seconds.
-        exchanged_XK: What of steady and of boundary seconds depends on where the neighbours lie.
+        exchanged_times_K: What of steady and of boundary seconds depends on where the neighbours lie.
         parts: What their peaks are made of.
     """
 
@@ -77,7 +74,7 @@ class Table:
     boundary_K: FloatArray
     floor_K: FloatArray
     again_K: FloatArray
-    exchanged_XK: FloatArray
+    exchanged_times_K: FloatArray
     parts: PeakParts
 
     def __len__(self) -> int:
@@ -86,7 +83,7 @@ class Table:
 
     def codes(self, index_J: IntArray) -> IntArray:
         """Numbers for candidates on one arrangement of devices, the same in every table of their role."""
-        most = 1 + int(self.ranges.layers_W.max(initial=0))
+        most = 1 + int(self.ranges.layers_K.max(initial=0))
         line_J = self.range_K[index_J] * most + self.checkpointed_K[index_J]
         codes_J: IntArray = line_J * len(ZeroStage) + self.zero_stage_K[index_J]
         return codes_J
@@ -101,10 +98,10 @@ class Table:
     def candidates(self, index_J: IntArray) -> StageCandidates:
         """Some candidates as the cost model knows them."""
         range_J = self.range_K[index_J]
-        start_J = self.ranges.start_W[range_J]
+        start_J = self.ranges.start_K[range_J]
         return StageCandidates(
             start_K=start_J,
-            end_K=start_J + self.ranges.layers_W[range_J],
+            end_K=start_J + self.ranges.layers_K[range_J],
             checkpointed_K=self.checkpointed_K[index_J],
             zero_stage_K=self.zero_stage_K[index_J],
         )
@@ -125,9 +122,9 @@ class Table:
         """
         steady_J, boundary_J = (self.steady_K[index_J], self.boundary_K[index_J]) if seconds is None else seconds
         ratios_JO = np.zeros((len(index_J), len(OFFLOAD_KINDS))) if offload_JO is None else offload_JO
-        lengths = self.ranges.count_W
+        lengths = self.ranges.count_K
         flat = np.concatenate([*self.ranges.starts, np.empty(0, dtype=np.int64)]).astype(np.int64)
-        first_W = np.cumsum(lengths) - lengths
+        first_K = np.cumsum(lengths) - lengths
         count_J = lengths[self.range_K[index_J]]
         of_K = np.repeat(np.arange(len(index_J)), count_J)
         index_K = index_J[of_K]
@@ -138,8 +135,8 @@ class Table:
             for name in ("tensor_parallel_degree", "sequence_parallel")
         )
         return SlotChoices(
-            start_K=flat[first_W[range_K] + place_K],
-            layers_K=self.ranges.layers_W[range_K],
+            start_K=flat[first_K[range_K] + place_K],
+            layers_K=self.ranges.layers_K[range_K],
             devices_K=self.devices_K[index_K],
             part_K=np.zeros(len(index_K), dtype=np.int64),
             seams_K=np.zeros(len(index_K), dtype=np.int64),
@@ -164,39 +161,39 @@ class _Lines:
         zeros: ZeRO stages that each of them may have on several devices.
     """
 
-    range_E: IntArray
-    start_E: IntArray
-    layers_E: IntArray
-    checkpointed_E: IntArray
-    low_E: IntArray
-    high_E: IntArray
+    range_K: IntArray
+    start_K: IntArray
+    layers_K: IntArray
+    checkpointed_K: IntArray
+    low_K: IntArray
+    high_K: IntArray
     zeros: tuple[int, ...]
 
     @classmethod
     def of(cls, spec: ModelSpec, space: Space, ranges: LayerRanges) -> "_Lines":
-        range_E, checkpointed_E = space.recomputed(ranges.layers_W)
-        start_E, layers_E = ranges.start_W[range_E], ranges.layers_W[range_E]
-        low_E, high_E = covered(spec, start_E, start_E + layers_E)
+        range_K, checkpointed_K = space.recomputed(ranges.layers_K)
+        start_K, layers_K = ranges.start_K[range_K], ranges.layers_K[range_K]
+        low_K, high_K = covered(spec, start_K, start_K + layers_K)
         return cls(
-            range_E=range_E,
-            start_E=start_E,
-            layers_E=layers_E,
-            checkpointed_E=checkpointed_E,
-            low_E=low_E,
-            high_E=high_E,
+            range_K=range_K,
+            start_K=start_K,
+            layers_K=layers_K,
+            checkpointed_K=checkpointed_K,
+            low_K=low_K,
+            high_K=high_K,
             zeros=tuple(sorted(set(space.search.zero_stages))),
         )
 
     def least(self, model: CostModel, slot: StageSlot) -> FloatArray:
         """Seconds that each computes at least per microbatch, recomputation included."""
-        first_E, least_E = self.start_E + 1, np.zeros(len(self.start_E))
+        first_K, least_K = self.start_K + 1, np.zeros(len(self.start_K))
         # On unlike devices it takes as long as on any of them.
         for own in model.models(slot):
             seconds = own.region_seconds(*slot.computed)
             again, both = prefix_sums(seconds.recompute_R), prefix_sums(seconds.forward_R + seconds.backward_R)
-            recomputed_E = again[first_E + self.checkpointed_E] - again[first_E]
-            least_E = np.maximum(least_E, both[self.high_E] - both[self.low_E] + recomputed_E)
-        return least_E
+            recomputed_K = again[first_K + self.checkpointed_K] - again[first_K]
+            least_K = np.maximum(least_K, both[self.high_K] - both[self.low_K] + recomputed_K)
+        return least_K
 
     def candidates(self, slot: StageSlot, at_J: IntArray) -> tuple[StageCandidates, IntArray]:
         """The candidates of some lines on the devices of a slot, and the layer range of each."""
@@ -204,14 +201,14 @@ class _Lines:
         zeros = self.zeros if slot.data_parallel_degree > 1 else (0,)
         if slot.shard_group is not None:
             zeros = tuple(level for level in zeros if level)
-        line_C = np.tile(at_J, len(zeros))
+        line_K = np.tile(at_J, len(zeros))
         candidates = StageCandidates(
-            start_K=self.start_E[line_C],
-            end_K=self.start_E[line_C] + self.layers_E[line_C],
-            checkpointed_K=self.checkpointed_E[line_C],
+            start_K=self.start_K[line_K],
+            end_K=self.start_K[line_K] + self.layers_K[line_K],
+            checkpointed_K=self.checkpointed_K[line_K],
             zero_stage_K=np.repeat(np.array(zeros), len(at_J)),
         )
-        return candidates, self.range_E[line_C]
+        return candidates, self.range_K[line_K]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +219,7 @@ class _Arrangement:
     shape: int
     slot: StageSlot
     candidates: StageCandidates
-    range_C: IntArray
+    range_K: IntArray
 
 
 Request = tuple[Sequence[StageSlot], LayerRanges, BoolArray | None]
@@ -246,20 +243,20 @@ def make_tables(
     asked: list[_Arrangement] = []
     for number, (slots, ranges, among_NL) in enumerate(requests):
         shape = len(ranges), len(slots)
-        fast_WS = (_outside(model, space, slots, ranges) if alone else np.zeros(shape)) <= bottleneck * ROOM
+        fast_KS = (_outside(model, space, slots, ranges) if alone else np.zeros(shape)) <= bottleneck * ROOM
         lines = _Lines.of(model.spec, space, ranges)
-        for index in np.flatnonzero(fast_WS.any(axis=0)).tolist():
+        for index in np.flatnonzero(fast_KS.any(axis=0)).tolist():
             slot = slots[index]
-            fast_E = fast_WS[lines.range_E, index] & (lines.least(model, slot) <= bottleneck * ROOM)
+            fast_K = fast_KS[lines.range_K, index] & (lines.least(model, slot) <= bottleneck * ROOM)
             if among_NL is not None:
-                fast_E &= among_NL[slot.devices, lines.layers_E]
+                fast_K &= among_NL[slot.devices, lines.layers_K]
             if slot.method.checkpointing != space.checkpointing_kinds[0]:
                 # Without recomputed layers it is that of the first kind.
-                fast_E &= lines.checkpointed_E > 0
-            at_J = np.flatnonzero(fast_E)
+                fast_K &= lines.checkpointed_K > 0
+            at_J = np.flatnonzero(fast_K)
             if len(at_J):
-                found, range_C = lines.candidates(slot, at_J)
-                asked.append(_Arrangement(table=number, shape=index, slot=slot, candidates=found, range_C=range_C))
+                found, range_K = lines.candidates(slot, at_J)
+                asked.append(_Arrangement(table=number, shape=index, slot=slot, candidates=found, range_K=range_K))
     costs = evaluate(model, [(item.slot, item.candidates) for item in asked]) if asked else None
     tables, end = list[Table](), 0
     for number, request in enumerate(requests):
@@ -275,9 +272,9 @@ def _table(request: Request, items: Sequence[_Arrangement], costs: StageCosts | 
     slots, ranges, among_NL = request
     if costs is None:
         return _empty(request, bottleneck)
-    steady_C, boundary_C = costs.own_XK + costs.exchanged_XK
-    fast_K = np.flatnonzero(steady_C <= bottleneck * ROOM)
-    fast_K = fast_K[np.argsort(steady_C[fast_K], kind="stable")]
+    steady_K, boundary_K = costs.own_times_K + costs.exchanged_times_K
+    fast_K = np.flatnonzero(steady_K <= bottleneck * ROOM)
+    fast_K = fast_K[np.argsort(steady_K[fast_K], kind="stable")]
     shape_K = np.repeat([item.shape for item in items], [len(item.candidates) for item in items])[fast_K]
     some = StageCandidates.joined([item.candidates for item in items]).take(fast_K)
     costs = costs.take(fast_K)
@@ -286,15 +283,15 @@ def _table(request: Request, items: Sequence[_Arrangement], costs: StageCosts | 
         among_NL=among_NL,
         ranges=ranges,
         slots=tuple(slots),
-        range_K=np.concatenate([item.range_C for item in items])[fast_K],
+        range_K=np.concatenate([item.range_K for item in items])[fast_K],
         shape_K=shape_K,
         checkpointed_K=some.checkpointed_K,
         zero_stage_K=some.zero_stage_K,
-        steady_K=steady_C[fast_K],
-        boundary_K=boundary_C[fast_K],
-        floor_K=steady_C[fast_K] + costs.unhidden_K,
+        steady_K=steady_K[fast_K],
+        boundary_K=boundary_K[fast_K],
+        floor_K=steady_K[fast_K] + costs.unhidden_K,
         again_K=costs.again_K,
-        exchanged_XK=costs.exchanged_XK,
+        exchanged_times_K=costs.exchanged_times_K,
         parts=costs.parts,
     )
 
@@ -311,14 +308,14 @@ def _empty(request: Request, bottleneck: float) -> Table:
         among_NL=among_NL,
         ranges=ranges,
         slots=tuple(slots),
-        exchanged_XK=np.empty((2, 0)),
+        exchanged_times_K=np.empty((2, 0)),
         parts=PeakParts.none(),
         **columns,
     )
 
 
 def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], ranges: LayerRanges) -> FloatArray:
-    """Seconds that the other devices take at least for all other regions; axes ``W`` and slot."""
+    """Seconds that the other devices take at least for all other regions; axes ``KS``."""
     if not slots:
         return np.zeros((len(ranges), 0))
     num_microbatches = slots[0].num_microbatches
@@ -328,12 +325,12 @@ def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], ranges:
         seconds = model.region_seconds(rows, shape.tensor, shape.sequence)
         least_R = np.minimum(least_R, (seconds.forward_R + seconds.backward_R) * shape.devices)
     prefix = np.concatenate([[0.0], np.cumsum(least_R)])
-    low_W, high_W = covered(model.spec, ranges.start_W, ranges.start_W + ranges.layers_W)
-    rest_W1 = (prefix[-1] - (prefix[high_W] - prefix[low_W]))[:, None]
+    low_K, high_K = covered(model.spec, ranges.start_K, ranges.start_K + ranges.layers_K)
+    rest_K1 = (prefix[-1] - (prefix[high_K] - prefix[low_K]))[:, None]
     others_S = space.world_size - np.array([slot.devices for slot in slots])
     # Where no device is left there is nothing outside either.
-    found_WS: FloatArray = np.where(others_S > 0, rest_W1 / np.maximum(others_S, 1), 0.0)
-    return found_WS
+    found_KS: FloatArray = np.where(others_S > 0, rest_K1 / np.maximum(others_S, 1), 0.0)
+    return found_KS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,27 +352,27 @@ class StagePoints:
     """The candidates that stages which share a table may be.
 
     Attributes:
-        stage_P: Which stage each is of, ascending.
-        index_P: Which candidate each is, ascending within a stage.
-        group_P: A number for the stage, the run of layers and the devices of each, ascending with the stage.
-        steady_P: Steady seconds, with what the stages behind cost.
-        whole_P: Steady and boundary seconds.
-        floor_P: What of these copies cannot hide.
+        stage_K: Which stage each is of, ascending.
+        index_K: Which candidate each is, ascending within a stage.
+        group_K: A number for the stage, the run of layers and the devices of each, ascending with the stage.
+        steady_K: Steady seconds, with what the stages behind cost.
+        whole_K: Steady and boundary seconds.
+        floor_K: What of these copies cannot hide.
     """
 
     table: Table
     stages: tuple[Stage, ...]
-    stage_P: IntArray
-    index_P: IntArray
-    group_P: IntArray
-    steady_P: FloatArray
-    whole_P: FloatArray
-    floor_P: FloatArray
-    later_P: FloatArray
+    stage_K: IntArray
+    index_K: IntArray
+    group_K: IntArray
+    steady_K: FloatArray
+    whole_K: FloatArray
+    floor_K: FloatArray
+    later_K: FloatArray
 
     def __len__(self) -> int:
         """Number of candidates of all stages."""
-        return len(self.stage_P)
+        return len(self.stage_K)
 
     @classmethod
     def of(cls, table: Table, stages: Sequence[Stage], slowest: float) -> "StagePoints":
@@ -386,38 +383,38 @@ class StagePoints:
         """
         count = int(np.searchsorted(table.steady_K, slowest, side="right"))
         devices_K, range_K = table.devices_K[:count], table.range_K[:count]
-        layers_K = table.ranges.layers_W[range_K]
+        layers_K = table.ranges.layers_K[range_K]
         inside = np.ones((len(stages), count), dtype=bool)
         for row, stage in enumerate(stages):
             if stage.among_NL is not None:
                 inside[row] = stage.among_NL[devices_K, layers_K]
-        stage_P, index_P = np.nonzero(inside)
+        stage_K, index_K = np.nonzero(inside)
         # By how much groups differ from one run of layers to the next, and from one stage to the next.
         size = int(table.devices_K.max(initial=0)) + 1
         places = len(table.ranges) * size
         place_K = range_K * size + devices_K
-        later_P = np.array([stage.behind for stage in stages])[stage_P] * table.again_K[index_P]
-        steady_P = table.steady_K[index_P] + later_P
+        later_K = np.array([stage.behind for stage in stages])[stage_K] * table.again_K[index_K]
+        steady_K = table.steady_K[index_K] + later_K
         return cls(
             table=table,
             stages=tuple(stages),
-            stage_P=stage_P,
-            index_P=index_P,
-            group_P=stage_P * places + place_K[index_P],
-            steady_P=steady_P,
-            whole_P=steady_P + table.boundary_K[index_P],
-            floor_P=table.floor_K[index_P] + later_P,
-            later_P=later_P,
+            stage_K=stage_K,
+            index_K=index_K,
+            group_K=stage_K * places + place_K[index_K],
+            steady_K=steady_K,
+            whole_K=steady_K + table.boundary_K[index_K],
+            floor_K=table.floor_K[index_K] + later_K,
+            later_K=later_K,
         )
 
     def ends(self, at_J: IntArray) -> list[int]:
         """Where the candidates of each stage end among some of all, which come stage after stage."""
-        found: list[int] = np.searchsorted(self.stage_P[at_J], np.arange(1, len(self.stages) + 1)).tolist()
+        found: list[int] = np.searchsorted(self.stage_K[at_J], np.arange(1, len(self.stages) + 1)).tolist()
         return found
 
     def peaks(self) -> FloatArray:
         """Peak bytes."""
-        parts, begin = self.table.parts.take(self.index_P), 0
+        parts, begin = self.table.parts.take(self.index_K), 0
         found = [np.empty(0)]
         for stage, end in zip(self.stages, self.ends(np.arange(len(self))), strict=True):
             if end > begin:

@@ -24,18 +24,10 @@ Where a machine's corrections multiply some terms and not others nothing is left
 is, before its seconds are worked out.
 
 Array axes
-    K  candidates of a table
-    P  candidates of a table as stages may have them
-    B  those that are tried with offload
-    C  combinations of ratios, nothing offloaded first
-    W  pairs of weights of channels, of a forward and of a backward
-    H  ratios of parameters
-    G  ratios of gradients
-    A  ratios of what layers keep
-    I  those that fit resident and are not dominated
-    J  candidates with ratios; of choices those of I too
-    U  distinct candidates with ratios, whatever the stage and its neighbours
-    X  steady and boundary seconds
+    K  candidates of a table, or of a table as stages may have them
+    S  those of them that are tried with offload
+    C  ratios, or combinations of ratios, nothing offloaded first
+    J  candidates with ratios; of choices those too that fit resident and are not dominated
     O  kinds of state, in the order of ``OFFLOAD_KINDS``
 """
 
@@ -125,7 +117,7 @@ class RatioGrid:
         """Number of combinations, nothing offloaded among them."""
         return len(self.offload_CO)
 
-    def minimal(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
+    def minimal(self, fits_SC: BoolArray, ordered: Sequence[str]) -> BoolArray:
         """Of the combinations that fit, those that offload something and no more than they have to.
 
         Args:
@@ -134,22 +126,22 @@ class RatioGrid:
         defers_C = self.offload_CO[:, : len(UPDATED_KINDS)].max(axis=1) > 0
         offloads_C = self.offload_CO.max(axis=1) > 0
         # Candidates last: what is done to a combination is done to those of all candidates, which lie together.
-        fits_CB = np.ascontiguousarray(fits_BC.T)
-        found_CB = np.zeros_like(fits_CB)
+        fits_CS = np.ascontiguousarray(fits_SC.T)
+        found_CS = np.zeros_like(fits_CS)
         for family_C in (offloads_C & ~defers_C, defers_C):
-            found_CB |= self._minimal(fits_CB & family_C[:, None], ordered)
-        return np.ascontiguousarray(found_CB.T)
+            found_CS |= self._minimal(fits_CS & family_C[:, None], ordered)
+        return np.ascontiguousarray(found_CS.T)
 
-    def _minimal(self, fits_CB: BoolArray, ordered: Sequence[str]) -> BoolArray:
-        above, kept = (fits_CB.reshape(*self.counts, -1).copy() for _ in range(2))
+    def _minimal(self, fits_CS: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        above, kept = (fits_CS.reshape(*self.counts, -1).copy() for _ in range(2))
         steps = [self._steps(place, kind in ordered) for place, kind in enumerate(OFFLOAD_KINDS)]
         for before, behind in (step for some in steps for step in some):
             above[behind] |= above[before]
         for before, behind in (step for some in steps for step in some):
             # One that is dominated along an axis has something that fits at or below its neighbour there.
             kept[behind] &= ~above[before]
-        found_CB: BoolArray = kept.reshape(fits_CB.shape)
-        return found_CB
+        found_CS: BoolArray = kept.reshape(fits_CS.shape)
+        return found_CS
 
     def _steps(self, place: int, is_ordered: bool) -> list[tuple[_Place, _Place]]:
         """Pairs of places along the ratios of a kind of state, of which the second takes at least as long."""
@@ -201,13 +193,13 @@ class _Floors:
     """Steady seconds that candidates take at least: passes by dual weights of channels instead of the fluid's seconds.
 
     Attributes:
-        alone_WB: Those of candidates that copy nothing by these weights, and so on of what ratios copy.
+        alone_by_weights_S: Those of candidates that copy nothing by these weights, and so on of what ratios copy.
     """
 
-    alone_WB: FloatArray
-    parameters_WBH: FloatArray
-    gradients_WBG: FloatArray
-    activations_WBA: FloatArray
+    alone_by_weights_S: FloatArray
+    parameters_by_weights_SC: FloatArray
+    gradients_by_weights_SC: FloatArray
+    activations_by_weights_SC: FloatArray
 
     @classmethod
     def of(
@@ -217,13 +209,13 @@ class _Floors:
         candidates: StageCandidates,
         parts: OffloadParts,
         ratios: tuple[float, ...],
-        steady_B: FloatArray,
+        steady_S: FloatArray,
     ) -> "_Floors | None":
         """Those of the candidates of one slot; none of unlike devices, or if corrections multiply some terms only.
 
         Args:
             ratios: Those of parameters.
-            steady_B: Steady seconds with nothing offloaded.
+            steady_S: Steady seconds with nothing offloaded.
         """
         if not isinstance(model, StageCostModel) or model.profile.corrections:
             return None
@@ -232,33 +224,42 @@ class _Floors:
         beside = model.beside(slot, model.region_seconds(*slot.computed))
         passes = beside.passes(candidates.zero_stage_K, regions)
         # What the rank that has most offloads counts as spread over units as all ranks' is.
-        unit_HR = np.stack([model.memory(slot).states.unit_bytes(ratio, "parameters") for ratio in ratios])
-        part_BH = parts.host_parameters_BH / np.maximum(regions.sums(unit_HR).T, 1.0) / rates.to_device
-        alone_WB, parameters_WBH = steady_B, np.zeros((1, 1, 1))
+        unit_CR = np.stack([model.memory(slot).states.unit_bytes(ratio, "parameters") for ratio in ratios])
+        part_SC = parts.host_parameters_SC / np.maximum(regions.sums(unit_CR).T, 1.0) / rates.to_device
+        alone_by_weights_S, parameters_by_weights_SC = steady_S, np.zeros((1, 1, 1))
         weights = weights_of_passes(interference_of(*machine), across)
-        for kind, weights_WC in zip((ActionKind.FORWARD, ActionKind.BACKWARD), weights, strict=True):
-            compute_B, network_B, beyond_B = passes.sums(PassKind(kind))
-            weighed_WB = weights_WC[:, [COMPUTE, NETWORK]] @ np.stack([compute_B, network_B])
-            plain_B = compute_B + beyond_B
-            alone_WB = alone_WB + np.where(weights_WC.any(axis=1, keepdims=True), weighed_WB - plain_B, 0.0)
-            fetched_BH = part_BH * PassKind(kind, copies=True).beside("parameters_in", regions).sums(unit_HR).T
-            parameters_WBH = parameters_WBH + np.multiply.outer(weights_WC[:, TO_DEVICE], fetched_BH)
-        in_WC, out_WC = weights[1] / rates.to_device, weights[0] / rates.to_host
-        gradients_BG = parts.host_gradients_BG * (slot.num_microbatches > 1)
-        activations_BGA = parts.host_activations_K.reshape(*gradients_BG.shape, -1)
+        for kind, own_weights in zip((ActionKind.FORWARD, ActionKind.BACKWARD), weights, strict=True):
+            compute_S, network_S, beyond_S = passes.sums(PassKind(kind))
+            weighed_S = own_weights[:, [COMPUTE, NETWORK]] @ np.stack([compute_S, network_S])
+            plain_S = compute_S + beyond_S
+            alone_by_weights_S = alone_by_weights_S + np.where(
+                own_weights.any(axis=1, keepdims=True), weighed_S - plain_S, 0.0
+            )
+            fetched_SC = part_SC * PassKind(kind, copies=True).beside("parameters_in", regions).sums(unit_CR).T
+            parameters_by_weights_SC = parameters_by_weights_SC + np.multiply.outer(
+                own_weights[:, TO_DEVICE], fetched_SC
+            )
+        weights_in, weights_out = weights[1] / rates.to_device, weights[0] / rates.to_host
+        gradients_SC = parts.host_gradients_SC * (slot.num_microbatches > 1)
+        activations_SCC = parts.host_activations_K.reshape(*gradients_SC.shape, -1)
         return cls(
-            alone_WB=alone_WB,
-            parameters_WBH=parameters_WBH,
-            gradients_WBG=np.multiply.outer(in_WC[:, TO_DEVICE], gradients_BG),
-            activations_WBA=np.multiply.outer(in_WC[:, TO_DEVICE] + out_WC[:, TO_HOST], activations_BGA[:, 0]),
+            alone_by_weights_S=alone_by_weights_S,
+            parameters_by_weights_SC=parameters_by_weights_SC,
+            gradients_by_weights_SC=np.multiply.outer(weights_in[:, TO_DEVICE], gradients_SC),
+            activations_by_weights_SC=np.multiply.outer(
+                weights_in[:, TO_DEVICE] + weights_out[:, TO_HOST], activations_SCC[:, 0]
+            ),
         )
 
     def seconds(self, row_J: IntArray, ratio_OJ: Sequence[IntArray]) -> FloatArray:
         """Those of some candidates with some of the ratios of each kind of state."""
         parameters_J, gradients_J, _, activations_J = ratio_OJ
-        found_WJ = self.alone_WB[:, row_J] + self.parameters_WBH[:, row_J, parameters_J]
-        found_WJ += self.gradients_WBG[:, row_J, gradients_J] + self.activations_WBA[:, row_J, activations_J]
-        least_J: FloatArray = found_WJ.max(axis=0)
+        weighed_J = self.alone_by_weights_S[:, row_J] + self.parameters_by_weights_SC[:, row_J, parameters_J]
+        weighed_J += (
+            self.gradients_by_weights_SC[:, row_J, gradients_J]
+            + self.activations_by_weights_SC[:, row_J, activations_J]
+        )
+        least_J: FloatArray = weighed_J.max(axis=0)
         return least_J
 
 
@@ -268,16 +269,16 @@ class _Tried:
 
     Attributes:
         number: Which table.
-        index_U: The distinct candidates.
-        row_B: Where each is among those of all tables.
+        distinct_J: The distinct candidates.
+        row_S: Where each is among those of all tables.
     """
 
     number: int
     points: StagePoints
     slot: StageSlot
-    point_B: IntArray
-    index_U: IntArray
-    row_B: IntArray
+    point_S: IntArray
+    distinct_J: IntArray
+    row_S: IntArray
 
 
 def feasible(
@@ -298,34 +299,36 @@ def feasible(
     for some in _alike(asked):
         tables = [item.points.table for item in some]
         every = StageCandidates.joined(
-            [table.candidates(item.index_U) for table, item in zip(tables, some, strict=True)]
+            [table.candidates(item.distinct_J) for table, item in zip(tables, some, strict=True)]
         )
-        steady_U = np.concatenate([table.steady_K[item.index_U] for table, item in zip(tables, some, strict=True)])
+        steady_J = np.concatenate([table.steady_K[item.distinct_J] for table, item in zip(tables, some, strict=True)])
         for begin in range(0, len(every), at_once):
             here, slot = slice(begin, begin + at_once), some[0].slot
             candidates = every.take(here)
             parts = OffloadParts.of(model.memory(slot), slot, candidates, grid.each)
-            floors = _Floors.of(model, slot, candidates, parts, grid.each.parameters, steady_U[here])
+            floors = _Floors.of(model, slot, candidates, parts, grid.each.parameters, steady_J[here])
             for item in some:
-                row_B = item.row_B - begin
-                inside_B = np.flatnonzero((row_B >= 0) & (row_B < at_once))
-                for block in _fast_enough(model, grid, item, (inside_B, row_B), (parts, floors), limits, slowest):
+                row_S = item.row_S - begin
+                inside_S = np.flatnonzero((row_S >= 0) & (row_S < at_once))
+                for block in _fast_enough(model, grid, item, (inside_S, row_S), (parts, floors), limits, slowest):
                     yield item.number, block
 
 
 def _alike(asked: Sequence[tuple[StagePoints, IntArray]]) -> Iterator[list[_Tried]]:
     """Candidates by arrangement of devices: what peaks are made of does not depend on what is in front and behind."""
     found: dict[Hashable, list[_Tried]] = {}
-    for number, (points, point_B) in enumerate(asked):
-        shape_B = points.table.shape_K[points.index_P[point_B]]
-        for shape in distinct(shape_B).tolist():
-            slot, some_B = points.table.slots[shape], point_B[shape_B == shape]
+    for number, (points, point_S) in enumerate(asked):
+        shape_S = points.table.shape_K[points.index_K[point_S]]
+        for shape in distinct(shape_S).tolist():
+            slot, some_S = points.table.slots[shape], point_S[shape_S == shape]
             devices = slot.data_parallel_degree, slot.shard_group, *slot.computed
             before = found.setdefault((slot.num_stages == 1, slot.part, slot.rows, devices), [])
             # Stages share candidates, of which what peaks are made of does not depend on the stage either.
-            index_U, row_B = np.unique(points.index_P[some_B], return_inverse=True)
-            row_B += sum(len(item.index_U) for item in before)
-            before.append(_Tried(number=number, points=points, slot=slot, point_B=some_B, index_U=index_U, row_B=row_B))
+            distinct_J, row_S = np.unique(points.index_K[some_S], return_inverse=True)
+            row_S += sum(len(item.distinct_J) for item in before)
+            before.append(
+                _Tried(number=number, points=points, slot=slot, point_S=some_S, distinct_J=distinct_J, row_S=row_S)
+            )
     yield from found.values()
 
 
@@ -344,19 +347,19 @@ def _fast_enough(
         at: Which of them, and where each is among ``parts``.
         parts: What peaks of candidates are made of, and the least seconds that they take.
     """
-    points, (inside_B, row_B), most = item.points, at, max(1, PEAKS_AT_ONCE // len(grid))
-    for first in range(0, len(inside_B), most):
-        at_B = inside_B[first : first + most]
-        some_B, rows_B = item.point_B[at_B], row_B[at_B]
-        peak_BC, fits_BC = _fitting(points, some_B, parts[0], rows_B, limits)
-        fits_BC &= may_offload(item.slot, grid.offload_CO) & _differ(points, some_B, grid.offload_CO)
-        fits_BC = _minimal(model, grid, item.slot, fits_BC, points.table.zero_stage_K[points.index_P[some_B]])
-        of_J, combination_J = np.nonzero(fits_BC)
+    points, (inside_S, row_S), most = item.points, at, max(1, PEAKS_AT_ONCE // len(grid))
+    for first in range(0, len(inside_S), most):
+        at_S = inside_S[first : first + most]
+        some_S, rows_S = item.point_S[at_S], row_S[at_S]
+        peak_SC, fits_SC = _fitting(points, some_S, parts[0], rows_S, limits)
+        fits_SC &= may_offload(item.slot, grid.offload_CO) & _differ(points, some_S, grid.offload_CO)
+        fits_SC = _minimal(model, grid, item.slot, fits_SC, points.table.zero_stage_K[points.index_K[some_S]])
+        of_J, combination_J = np.nonzero(fits_SC)
         if parts[1] is not None:
             ratio_OJ = np.unravel_index(combination_J, grid.each.shape)
-            fast_J = parts[1].seconds(rows_B[of_J], ratio_OJ) <= slowest * ROOM
+            fast_J = parts[1].seconds(rows_S[of_J], ratio_OJ) <= slowest * ROOM
             of_J, combination_J = of_J[fast_J], combination_J[fast_J]
-        yield Feasible(point_J=some_B[of_J], combination_J=combination_J, peak_J=peak_BC[of_J, combination_J])
+        yield Feasible(point_J=some_S[of_J], combination_J=combination_J, peak_J=peak_SC[of_J, combination_J])
 
 
 def may_offload(slot: StageSlot, offload_CO: FloatArray) -> BoolArray:
@@ -366,39 +369,39 @@ def may_offload(slot: StageSlot, offload_CO: FloatArray) -> BoolArray:
     return allowed_C
 
 
-def _differ(points: StagePoints, point_B: IntArray, offload_CO: FloatArray) -> BoolArray:
+def _differ(points: StagePoints, point_S: IntArray, offload_CO: FloatArray) -> BoolArray:
     """Which combinations of candidates are unlike others: one ratio will do where layers are recomputed all or none."""
-    some, (*_, activations_C, checkpoints_C) = points.table.candidates(points.index_P[point_B]), offload_CO.T
-    has_own_B = (some.checkpointed_K < some.end_K - some.start_K) | (not activations_C.any())
-    differ_BC: BoolArray = (has_own_B & (some.checkpointed_K > 0))[:, None] | (activations_C == checkpoints_C)
-    return differ_BC
+    some, (*_, activations_C, checkpoints_C) = points.table.candidates(points.index_K[point_S]), offload_CO.T
+    has_own_S = (some.checkpointed_K < some.end_K - some.start_K) | (not activations_C.any())
+    differ_SC: BoolArray = (has_own_S & (some.checkpointed_K > 0))[:, None] | (activations_C == checkpoints_C)
+    return differ_SC
 
 
 def _fitting(
-    points: StagePoints, point_B: IntArray, parts: OffloadParts, row_B: IntArray, limits: tuple[float, float]
+    points: StagePoints, point_S: IntArray, parts: OffloadParts, row_S: IntArray, limits: tuple[float, float]
 ) -> tuple[FloatArray, BoolArray]:
     """Peaks of candidates with every combination of ratios, and whether they fit."""
     peaks, fits, begin = [], [], 0
-    for stage, end in zip(points.stages, points.ends(point_B), strict=True):
+    for stage, end in zip(points.stages, points.ends(point_S), strict=True):
         if end > begin:
-            some = parts.take(row_B[begin:end])
-            peak_BC = some.peaks(stage.moments).reshape(end - begin, -1)
-            fits_BC = peak_BC <= limits[0]
+            some = parts.take(row_S[begin:end])
+            peak_SC = some.peaks(stage.moments).reshape(end - begin, -1)
+            fits_SC = peak_SC <= limits[0]
             if np.isfinite(limits[1]):
-                fits_BC &= some.host_bytes(stage.moments).reshape(end - begin, -1) <= limits[1]
-            peaks.append(peak_BC)
-            fits.append(fits_BC)
+                fits_SC &= some.host_bytes(stage.moments).reshape(end - begin, -1) <= limits[1]
+            peaks.append(peak_SC)
+            fits.append(fits_SC)
         begin = end
     return np.concatenate(peaks), np.concatenate(fits)
 
 
-def _minimal(model: CostModel, grid: RatioGrid, slot: StageSlot, fits_BC: BoolArray, zero_B: IntArray) -> BoolArray:
+def _minimal(model: CostModel, grid: RatioGrid, slot: StageSlot, fits_SC: BoolArray, zero_S: IntArray) -> BoolArray:
     """Of the combinations of candidates at one place that fit, those that offload no more than they have to."""
-    found_BC = np.zeros_like(fits_BC)
-    for zero_stage in distinct(zero_B).tolist():
-        at_B = np.flatnonzero(zero_B == zero_stage)
-        found_BC[at_B] = grid.minimal(fits_BC[at_B], ordered(model, slot, zero_stage, grid))
-    return found_BC
+    found_SC = np.zeros_like(fits_SC)
+    for zero_stage in distinct(zero_S).tolist():
+        at_S = np.flatnonzero(zero_S == zero_stage)
+        found_SC[at_S] = grid.minimal(fits_SC[at_S], ordered(model, slot, zero_stage, grid))
+    return found_SC
 
 
 TIE = 1 + 1e-13
@@ -441,14 +444,14 @@ class OffloadSearch:
             TimeIsUpError: If there is no time left to evaluate them.
         """
         every = [ResidentPoints.of(table, stages, slowest, self.memory_limit) for table, stages in asked]
-        none_B = np.empty(0, dtype=np.int64)
-        tried = [(item.points, item.worth_offloading() if len(self.grid) > 1 else none_B) for item in every]
+        none_S = np.empty(0, dtype=np.int64)
+        tried = [(item.points, item.worth_offloading() if len(self.grid) > 1 else none_S) for item in every]
         blocks = [[Feasible.none()] for _ in every]
         for number, block in feasible(self.model, self.grid, tried, (self.memory_limit, self.host_limit), slowest):
             self._check_time()
             blocks[number].append(block)
         found = [item.take(np.lexsort((item.combination_J, item.point_J))) for item in map(Feasible.joined, blocks)]
-        count = sum(len(distinct(points.index_P[point_B])) for points, point_B in tried) * (len(self.grid) - 1)
+        count = sum(len(distinct(points.index_K[point_S])) for points, point_S in tried) * (len(self.grid) - 1)
         seconds = self._seconds([(item.points, some) for item, some in zip(every, found, strict=True)])
         return [self._choices(*item, slowest) for item in zip(every, found, seconds, strict=True)], count
 
@@ -460,26 +463,26 @@ class OffloadSearch:
         """Steady and boundary seconds of candidates with ratios of every table, without what stages behind add."""
         alike: dict[Hashable, list[tuple[int, IntArray]]] = {}
         for number, (points, item) in enumerate(found):
-            table, shape_J = points.table, points.table.shape_K[points.index_P[item.point_J]]
+            table, shape_J = points.table, points.table.shape_K[points.index_K[item.point_J]]
             for shape in distinct(shape_J).tolist():
                 slot = replace(table.slots[shape], stage_index=0, num_stages=min(2, table.slots[shape].num_stages))
                 # Wherever the neighbours of a stage are, it takes as long but for what is exchanged with them.
                 key = id(table.ranges), replace(slot, parts=())
                 alike.setdefault(key, []).append((number, np.flatnonzero(shape_J == shape)))
         placed: list[Placed] = []
-        distinct_U: list[IntArray] = []
+        of_each: list[IntArray] = []
         for places in alike.values():
             more, of_J = self._distinct([(found[number][0], found[number][1].take(at_J)) for number, at_J in places])
             placed += more
-            distinct_U.append(of_J)
-        own_XU = self._own_seconds(placed)
+            of_each.append(of_J)
+        own_times = self._own_seconds(placed)
         seconds, first = [np.empty((2, len(item))) for _, item in found], 0
-        for of_J, places in zip(distinct_U, alike.values(), strict=True):
-            own_XJ, begin = own_XU[:, first + of_J], 0
+        for of_J, places in zip(of_each, alike.values(), strict=True):
+            own_times_J, begin = own_times[:, first + of_J], 0
             for number, at_J in places:
                 points, item = found[number]
-                exchanged_XJ = points.table.exchanged_XK[:, points.index_P[item.point_J[at_J]]]
-                seconds[number][:, at_J] = own_XJ[:, begin : begin + len(at_J)] + exchanged_XJ
+                exchanged_times_J = points.table.exchanged_times_K[:, points.index_K[item.point_J[at_J]]]
+                seconds[number][:, at_J] = own_times_J[:, begin : begin + len(at_J)] + exchanged_times_J
                 seconds[number][0, at_J] *= TIE
                 begin += len(at_J)
             first += int(of_J.max(initial=-1)) + 1
@@ -487,17 +490,17 @@ class OffloadSearch:
 
     def _distinct(self, some: Sequence[tuple[StagePoints, Feasible]]) -> tuple[list[Placed], IntArray]:
         """The distinct ones of candidates with ratios on one arrangement of devices, and which of them each is."""
-        index = [points.index_P[item.point_J] for points, item in some]
+        index = [points.index_K[item.point_J] for points, item in some]
         codes = [
             points.table.codes(index_J) * len(self.grid) + item.combination_J
             for index_J, (points, item) in zip(index, some, strict=True)
         ]
-        _, first_U, of_J = np.unique(np.concatenate(codes), return_index=True, return_inverse=True)
+        _, firsts, of_J = np.unique(np.concatenate(codes), return_index=True, return_inverse=True)
         every = [points.table.candidates(index_J) for index_J, (points, _) in zip(index, some, strict=True)]
         offload_JO = self.grid.offload_CO[np.concatenate([item.combination_J for _, item in some])]
-        table, candidates = some[0][0].table, StageCandidates.joined(every).take(first_U)
-        candidates = replace(candidates, offload=OffloadCandidates.of_kinds(offload_JO[first_U]))
-        slot, blocks = table.slots[int(table.shape_K[index[0][0]])], range(0, len(first_U), SECONDS_AT_ONCE)
+        table, candidates = some[0][0].table, StageCandidates.joined(every).take(firsts)
+        candidates = replace(candidates, offload=OffloadCandidates.of_kinds(offload_JO[firsts]))
+        slot, blocks = table.slots[int(table.shape_K[index[0][0]])], range(0, len(firsts), SECONDS_AT_ONCE)
         return [(slot, candidates.take(slice(begin, begin + SECONDS_AT_ONCE))) for begin in blocks], of_J
 
     def _own_seconds(self, placed: Sequence[Placed]) -> FloatArray:
@@ -511,7 +514,7 @@ class OffloadSearch:
             count += len(item[1])
         for block in blocks:
             self._check_time()
-            found.append(own_seconds(self.model, block).own_XK)
+            found.append(own_seconds(self.model, block).own_times_K)
         return np.concatenate(found, axis=1)
 
     def _choices(
@@ -522,16 +525,16 @@ class OffloadSearch:
         slowest: float,
     ) -> list[SlotChoices]:
         """What each stage of a table may be that is not dominated, resident or offloaded."""
-        points, point_I = resident.points, resident.point_I
+        points, frontier_J = resident.points, resident.frontier_J
         fast_J = np.flatnonzero(seconds[0] <= slowest * ROOM)
         more_J = offloaded.point_J[fast_J]
-        point_J = np.concatenate([point_I, more_J])
-        steady_J = np.concatenate([points.steady_P[point_I], seconds[0][fast_J] + points.later_P[more_J]])
-        boundary_J = np.concatenate([points.table.boundary_K[points.index_P[point_I]], seconds[1][fast_J]])
-        peak_J = np.concatenate([resident.peak_P[point_I], offloaded.peak_J[fast_J]])
+        point_J = np.concatenate([frontier_J, more_J])
+        steady_J = np.concatenate([points.steady_K[frontier_J], seconds[0][fast_J] + points.later_K[more_J]])
+        boundary_J = np.concatenate([points.table.boundary_K[points.index_K[frontier_J]], seconds[1][fast_J]])
+        peak_J = np.concatenate([resident.peak_K[frontier_J], offloaded.peak_J[fast_J]])
         offload_JO = np.zeros((len(point_J), len(OFFLOAD_KINDS)))
-        offload_JO[len(point_I) :] = self.grid.offload_CO[offloaded.combination_J[fast_J]]
-        best_J = non_dominated(points.group_P[point_J], steady_J, steady_J + boundary_J)
+        offload_JO[len(frontier_J) :] = self.grid.offload_CO[offloaded.combination_J[fast_J]]
+        best_J = non_dominated(points.group_K[point_J], steady_J, steady_J + boundary_J)
         return _by_stage(
             points, point_J[best_J], peak_J[best_J], (steady_J[best_J], boundary_J[best_J]), offload_JO[best_J]
         )
@@ -542,29 +545,29 @@ class ResidentPoints:
     """What the stages that share a table may be without offload.
 
     Attributes:
-        peak_P: Peak bytes.
-        point_I: Those that fit and are not dominated, stage after stage.
+        peak_K: Peak bytes.
+        frontier_J: Those that fit and are not dominated, stage after stage.
     """
 
     points: StagePoints
-    peak_P: FloatArray
-    point_I: IntArray
+    peak_K: FloatArray
+    frontier_J: IntArray
 
     @classmethod
     def of(cls, table: Table, stages: Sequence[Stage], slowest: float, limit: float) -> "ResidentPoints":
         """What stages may be in at most so many seconds and bytes."""
         points = StagePoints.of(table, stages, slowest)
-        peak_P = points.peaks()
-        fits_J = np.flatnonzero(peak_P <= limit)
-        best_J = non_dominated(points.group_P[fits_J], points.steady_P[fits_J], points.whole_P[fits_J])
-        return cls(points=points, peak_P=peak_P, point_I=fits_J[best_J])
+        peak_K = points.peaks()
+        fits_J = np.flatnonzero(peak_K <= limit)
+        best_J = non_dominated(points.group_K[fits_J], points.steady_K[fits_J], points.whole_K[fits_J])
+        return cls(points=points, peak_K=peak_K, frontier_J=fits_J[best_J])
 
     def worth_offloading(self) -> IntArray:
         """Which candidates could beat those that fit resident if they offloaded something."""
-        points, point_I = self.points, self.point_I
-        others = points.group_P[point_I], points.steady_P[point_I], points.whole_P[point_I]
-        point_B: IntArray = np.flatnonzero(not_beaten(points.group_P, points.steady_P, points.floor_P, others))
-        return point_B
+        points, frontier_J = self.points, self.frontier_J
+        others = points.group_K[frontier_J], points.steady_K[frontier_J], points.whole_K[frontier_J]
+        point_S: IntArray = np.flatnonzero(not_beaten(points.group_K, points.steady_K, points.floor_K, others))
+        return point_S
 
 
 def _by_stage(
@@ -576,9 +579,9 @@ def _by_stage(
 ) -> list[SlotChoices]:
     """Candidates, which come stage after stage, as choices of each stage."""
     table = points.table
-    index_J = points.index_P[point_J]
+    index_J = points.index_K[point_J]
     choices = table.choices(index_J, peak_J, seconds, offload_JO)
     # A candidate is as many choices as there are places where its layer range occurs.
-    ends_J = np.cumsum(np.concatenate([[0], table.ranges.count_W[table.range_K[index_J]]]))
+    ends_J = np.cumsum(np.concatenate([[0], table.ranges.count_K[table.range_K[index_J]]]))
     bounds = ends_J[[0, *points.ends(point_J)]].tolist()
     return [choices.take(slice(begin, end)) for begin, end in pairwise(bounds)]

@@ -8,10 +8,8 @@ it, ``t`` and ``d`` its own steady and boundary time and ``T`` the least bottlen
     (G - 1) max(t, T) + max(f + t, t + d) + b  <=  known.
 
 Array axes
-    A  arcs
-    C  options (see :mod:`lightning_mist.tuner.inter_stage.slot_options`)
+    K  arcs, choices of a slot, or options (see :mod:`lightning_mist.tuner.inter_stage.slot_options`)
     J  states (see :mod:`lightning_mist.tuner.inter_stage.suffix_dp`)
-    K  choices of a slot
 """
 
 from collections.abc import Iterator
@@ -33,23 +31,23 @@ class Arcs:
     """Choices at states.
 
     Attributes:
-        from_A: Node that the arc leaves; 0 is that of the first stage.
-        to_A: Node that it enters; -1 behind the last stage.
-        choice_A: Index of the choice in its slot.
-        steady_A: Steady seconds.
-        boundary_A: Boundary seconds.
+        from_K: Node that the arc leaves; 0 is that of the first stage.
+        to_K: Node that it enters; -1 behind the last stage.
+        choice_K: Index of the choice in its slot.
+        steady_K: Steady seconds.
+        boundary_K: Boundary seconds.
     """
 
-    stage_A: IntArray
-    from_A: IntArray
-    to_A: IntArray
-    choice_A: IntArray
-    steady_A: FloatArray
-    boundary_A: FloatArray
+    stage_K: IntArray
+    from_K: IntArray
+    to_K: IntArray
+    choice_K: IntArray
+    steady_K: FloatArray
+    boundary_K: FloatArray
 
     def __len__(self) -> int:
         """Number of arcs."""
-        return len(self.stage_A)
+        return len(self.stage_K)
 
 
 def arcs_of(problem: InterStageProblem, known: float = np.inf) -> Arcs:
@@ -72,21 +70,21 @@ def arcs_of(problem: InterStageProblem, known: float = np.inf) -> Arcs:
     found = []
     for item in matching(suffixes, walk, problem.num_microbatches, first.bottleneck, known):
         stage = count - 1 - item.behind
-        from_A = np.where(stage > 0, 1 + stage * states + item.from_A, 0)
-        to_A = np.where(item.to_A < 0, -1, 1 + (stage + 1) * states + item.to_A)
-        found.append(np.stack([np.full(len(from_A), stage), item.choice_A, from_A, to_A]))
+        from_K = np.where(stage > 0, 1 + stage * states + item.from_K, 0)
+        to_K = np.where(item.to_K < 0, -1, 1 + (stage + 1) * states + item.to_K)
+        found.append(np.stack([np.full(len(from_K), stage), item.choice_K, from_K, to_K]))
     return _joined(problem, _leading_on(found, count))
 
 
 def _leading_on(found: list[IntArray], num_stages: int) -> list[IntArray]:
     """Of arcs from stage, choice, and nodes those that lead to the end: each is bounded by itself."""
-    arc_4A = np.concatenate([np.empty((4, 0), dtype=np.int64), *found], axis=1)
-    stage_A, _, from_A, to_A = arc_4A
-    kept_A = to_A < 0
+    arc_4K = np.concatenate([np.empty((4, 0), dtype=np.int64), *found], axis=1)
+    stage_K, _, from_K, to_K = arc_4K
+    kept_K = to_K < 0
     for stage in range(num_stages - 2, -1, -1):
-        behind_A = from_A[kept_A & (stage_A == stage + 1)]
-        kept_A |= (stage_A == stage) & np.isin(to_A, behind_A)
-    return [arc_4A[:, kept_A]]
+        behind_K = from_K[kept_K & (stage_K == stage + 1)]
+        kept_K |= (stage_K == stage) & np.isin(to_K, behind_K)
+    return [arc_4K[:, kept_K]]
 
 
 def _of_single(problem: InterStageProblem, known: float) -> Arcs:
@@ -98,23 +96,23 @@ def _of_single(problem: InterStageProblem, known: float) -> Arcs:
 
 def _joined(problem: InterStageProblem, found: list[IntArray]) -> Arcs:
     """Arcs from stage, choice, and nodes, which are numbered anew."""
-    stage_A, choice_A, from_A, to_A = np.concatenate([np.empty((4, 0), dtype=np.int64), *found], axis=1)
-    _, number = np.unique(np.concatenate([from_A, to_A[to_A >= 0]]), return_inverse=True)
+    stage_K, choice_K, from_K, to_K = np.concatenate([np.empty((4, 0), dtype=np.int64), *found], axis=1)
+    _, number = np.unique(np.concatenate([from_K, to_K[to_K >= 0]]), return_inverse=True)
     number = number.reshape(-1)
-    renumbered = np.full(len(to_A), -1, dtype=np.int64)
-    renumbered[to_A >= 0] = number[len(from_A) :]
-    steady_A, boundary_A = np.empty(len(stage_A)), np.empty(len(stage_A))
+    renumbered = np.full(len(to_K), -1, dtype=np.int64)
+    renumbered[to_K >= 0] = number[len(from_K) :]
+    steady_K, boundary_K = np.empty(len(stage_K)), np.empty(len(stage_K))
     for stage, slot in enumerate(problem.slots):
-        inside_A = stage_A == stage
-        steady_A[inside_A] = slot.steady_K[choice_A[inside_A]]
-        boundary_A[inside_A] = slot.boundary_K[choice_A[inside_A]]
+        inside_K = stage_K == stage
+        steady_K[inside_K] = slot.steady_K[choice_K[inside_K]]
+        boundary_K[inside_K] = slot.boundary_K[choice_K[inside_K]]
     return Arcs(
-        stage_A=stage_A,
-        from_A=number[: len(from_A)],
-        to_A=renumbered,
-        choice_A=choice_A,
-        steady_A=steady_A,
-        boundary_A=boundary_A,
+        stage_K=stage_K,
+        from_K=number[: len(from_K)],
+        to_K=renumbered,
+        choice_K=choice_K,
+        steady_K=steady_K,
+        boundary_K=boundary_K,
     )
 
 
@@ -124,18 +122,18 @@ class Matching:
 
     Attributes:
         is_head: Whether it is a first stage.
-        from_A: The state that holds it and what is behind it; 0 of first stages.
-        to_A: The state behind it; -1 if there is none.
-        choice_A: Index of the choice in its slot.
-        seams_A: Which of the stages next to it lie in others, as of choices.
+        from_K: The state that holds it and what is behind it; 0 of first stages.
+        to_K: The state behind it; -1 if there is none.
+        choice_K: Index of the choice in its slot.
+        seams_K: Which of the stages next to it lie in others, as of choices.
     """
 
     behind: int
     is_head: bool
-    from_A: IntArray
-    to_A: IntArray
-    choice_A: IntArray
-    seams_A: IntArray
+    from_K: IntArray
+    to_K: IntArray
+    choice_K: IntArray
+    seams_K: IntArray
 
 
 def matching(
@@ -162,21 +160,21 @@ def matching(
         sums_J, next_J = walk.sums[behind - 1], np.full_like(front_J, np.inf)
         if (front_J < np.inf).any():
             options = suffixes.middle[behind - 1]
-            options = options.take(options.least_C <= walk.bottleneck)
-            for some, at_J, source_CJ in suffixes.sources(options, states, {}):
-                column = slice(None) if some.steady_CR.shape[1] == 1 else states.row_J[at_J]
-                steady_CJ, reach_CJ = some.steady_CR[:, column], some.reach_CR[:, column]
-                kept_CJ = matters(front_J[at_J], steady_CJ, reach_CJ, sums_J[source_CJ])
-                option, place = np.nonzero(kept_CJ)
-                from_A, to_A = at_J[place], source_CJ[option, place]
-                np.minimum.at(next_J, to_A, front_J[from_A] + np.broadcast_to(steady_CJ, kept_CJ.shape)[option, place])
+            options = options.take(options.least_K <= walk.bottleneck)
+            for some, at_J, source_KJ in suffixes.sources(options, states, {}):
+                column = slice(None) if some.steady_KL.shape[1] == 1 else states.row_J[at_J]
+                steady_KJ, reach_KJ = some.steady_KL[:, column], some.reach_KL[:, column]
+                kept_KJ = matters(front_J[at_J], steady_KJ, reach_KJ, sums_J[source_KJ])
+                option, place = np.nonzero(kept_KJ)
+                from_K, to_K = at_J[place], source_KJ[option, place]
+                np.minimum.at(next_J, to_K, front_J[from_K] + np.broadcast_to(steady_KJ, kept_KJ.shape)[option, place])
                 yield Matching(
                     behind=behind,
                     is_head=False,
-                    from_A=from_A,
-                    to_A=to_A,
-                    choice_A=np.broadcast_to(some.index_CR[:, column], kept_CJ.shape)[option, place],
-                    seams_A=suffixes.chain.seams(some.part_C[option], states.used_J[to_A], states.used_J[from_A]),
+                    from_K=from_K,
+                    to_K=to_K,
+                    choice_K=np.broadcast_to(some.index_KL[:, column], kept_KJ.shape)[option, place],
+                    seams_K=suffixes.chain.seams(some.part_K[option], states.used_J[to_K], states.used_J[from_K]),
                 )
         if behind + 1 in suffixes.heads:
             head = suffixes.heads[behind + 1]
@@ -190,15 +188,15 @@ def matching(
     yield _of_end(suffixes, last.take(kept_K), 0, place_K[kept_K], np.full(int(kept_K.sum()), -1))
 
 
-def _of_end(suffixes: Suffixes, ends: EndOptions, behind: int, from_A: IntArray, to_A: IntArray) -> Matching:
+def _of_end(suffixes: Suffixes, ends: EndOptions, behind: int, from_K: IntArray, to_K: IntArray) -> Matching:
     chain = suffixes.chain
-    units_A = ends.devices_K // chain.unit_P[ends.part_K]
-    end_A = np.full_like(units_A, chain.size - 1) if behind else units_A
+    units_K = ends.devices_K // chain.unit_by_part[ends.part_K]
+    end_K = np.full_like(units_K, chain.size - 1) if behind else units_K
     return Matching(
         behind=behind,
         is_head=behind > 0,
-        from_A=from_A,
-        to_A=to_A,
-        choice_A=ends.index_K,
-        seams_A=chain.seams(ends.part_K, end_A - units_A, end_A),
+        from_K=from_K,
+        to_K=to_K,
+        choice_K=ends.index_K,
+        seams_K=chain.seams(ends.part_K, end_K - units_K, end_K),
     )

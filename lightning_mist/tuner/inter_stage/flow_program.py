@@ -70,14 +70,14 @@ class FlowProgram:
     """The program of some arcs: variables are ``x``, ``T``, ``D``, then ``W``; seconds are in units of the largest."""
 
     def __init__(self, arcs: Arcs, num_microbatches: int) -> None:
-        self.scale = max(1e-12, float(arcs.steady_A.max()), float(arcs.boundary_A.max()))
-        self.arcs = replace(arcs, steady_A=arcs.steady_A / self.scale, boundary_A=arcs.boundary_A / self.scale)
+        self.scale = max(1e-12, float(arcs.steady_K.max()), float(arcs.boundary_K.max()))
+        self.arcs = replace(arcs, steady_K=arcs.steady_K / self.scale, boundary_K=arcs.boundary_K / self.scale)
         self.bottlenecks = _bottlenecks(self.arcs)
         self._slowest, self._exposed = len(arcs), len(arcs) + 1
         self._shares = len(arcs) + 2 + np.arange(len(self.bottlenecks) - 1)
-        self._costs = np.concatenate([self.arcs.steady_A, [num_microbatches - 1, 1], np.zeros(len(self._shares))])
-        stages = [self.arcs.stage_A == stage for stage in range(int(arcs.stage_A.max()) + 1)]
-        self._stages = [np.flatnonzero(at_A) for at_A in stages]
+        self._costs = np.concatenate([self.arcs.steady_K, [num_microbatches - 1, 1], np.zeros(len(self._shares))])
+        stages = [self.arcs.stage_K == stage for stage in range(int(arcs.stage_K.max()) + 1)]
+        self._stages = [np.flatnonzero(at_K) for at_K in stages]
 
     def solve(self, *, time_limit: float, path: tuple[int, ...] = ()) -> Solution:
         """Minimise.
@@ -111,7 +111,7 @@ class FlowProgram:
     def _point(self, path: tuple[int, ...]) -> FloatArray:
         """The values of all variables where the pipeline has these arcs."""
         found, at = np.zeros(len(self._costs)), list(path)
-        steady, boundary = self.arcs.steady_A[at], self.arcs.boundary_A[at]
+        steady, boundary = self.arcs.steady_K[at], self.arcs.boundary_K[at]
         found[at] = 1.0
         found[self._slowest] = steady.max()
         # Boundary time of stages that the steady times in front of them do not hide.
@@ -139,8 +139,8 @@ class FlowProgram:
 
     def _one_flow(self) -> Iterator[_Row]:
         """One unit leaves the first node; what enters any other leaves it."""
-        inner = np.flatnonzero(self.arcs.to_A >= 0)
-        node = np.concatenate([self.arcs.from_A, self.arcs.to_A[inner]])
+        inner = np.flatnonzero(self.arcs.to_K >= 0)
+        node = np.concatenate([self.arcs.from_K, self.arcs.to_K[inner]])
         sign = np.concatenate([np.ones(len(self.arcs)), -np.ones(len(inner))])
         variable = np.concatenate([np.arange(len(self.arcs)), inner])
         order = np.argsort(node, kind="stable")
@@ -151,18 +151,18 @@ class FlowProgram:
     def _slowest_stage(self) -> Iterator[_Row]:
         """T is at least the steady time of every stage."""
         for at in self._stages:
-            yield np.append(at, self._slowest), np.append(-self.arcs.steady_A[at], 1.0), 0.0, np.inf
+            yield np.append(at, self._slowest), np.append(-self.arcs.steady_K[at], 1.0), 0.0, np.inf
 
     def _paces(self) -> Iterator[_Row]:
         """T is at least every steady time that some stage reaches."""
         for at in self._stages:
-            steady = self.arcs.steady_A[at]
+            steady = self.arcs.steady_K[at]
             for share, bottleneck in zip(self._shares, self.bottlenecks[1:], strict=True):
                 slow = at[steady >= bottleneck]
                 if len(slow):
                     yield np.append(slow, share), np.append(-np.ones(len(slow)), 1.0), 0.0, np.inf
         # A variable without cost that is always 1 would do for p[0]; the flow out of the first node is.
-        first = np.flatnonzero(self.arcs.from_A == 0)
+        first = np.flatnonzero(self.arcs.from_K == 0)
         steps = np.concatenate([np.full(len(first), -self.bottlenecks[0]), -np.diff(self.bottlenecks), [1.0]])
         yield np.concatenate([first, self._shares, [self._slowest]]), steps, 0.0, np.inf
 
@@ -170,7 +170,7 @@ class FlowProgram:
         """D is at least what of a stage's boundary time exceeds the steady times of the stages before it."""
         for stage, at in enumerate(self._stages):
             before = np.concatenate([np.empty(0, dtype=np.int64), *self._stages[:stage]])
-            coefficients = np.concatenate([self.arcs.steady_A[before], -self.arcs.boundary_A[at], [1.0]])
+            coefficients = np.concatenate([self.arcs.steady_K[before], -self.arcs.boundary_K[at], [1.0]])
             yield np.concatenate([before, at, [self._exposed]]), coefficients, 0.0, np.inf
 
     def _read(self, solver: Any) -> Solution:
@@ -223,8 +223,8 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
         # A program that has a known answer and that the solver calls infeasible has proven nothing either.
         return _unproven(incumbent, solution.bound if solution.bound < np.inf else -np.inf)
     taken = np.flatnonzero(solution.taken)
-    order = taken[np.argsort(arcs.stage_A[taken])]
-    chosen = tuple(int(index) for index in arcs.choice_A[order])
+    order = taken[np.argsort(arcs.stage_K[taken])]
+    chosen = tuple(int(index) for index in arcs.choice_K[order])
     objective = problem.objective(chosen)
     if incumbent is not None and incumbent.chosen and incumbent.objective <= objective:
         chosen, objective = incumbent.chosen, incumbent.objective
@@ -239,8 +239,8 @@ def _unproven(incumbent: Answer, bound: float = -np.inf) -> Answer:
 def _bottlenecks(arcs: Arcs) -> FloatArray:
     """The least bottleneck time and some of the steady times above it."""
     # Some stage takes at least the largest of the stages' least times.
-    least = max(float(arcs.steady_A[arcs.stage_A == stage].min()) for stage in range(int(arcs.stage_A.max()) + 1))
-    above = np.unique(arcs.steady_A[arcs.steady_A > least])
+    least = max(float(arcs.steady_K[arcs.stage_K == stage].min()) for stage in range(int(arcs.stage_K.max()) + 1))
+    above = np.unique(arcs.steady_K[arcs.steady_K > least])
     if len(above) > OPTIONS.check_paces:
         above = above[np.unique(np.linspace(0, len(above) - 1, OPTIONS.check_paces).round().astype(np.int64))]
     return np.concatenate([[least], above])
@@ -250,11 +250,11 @@ def _path(arcs: Arcs, chosen: tuple[int, ...]) -> tuple[int, ...]:
     """The arcs of an answer; none if it has one that was left out because another choice is as good."""
     node, path = 0, []
     for stage, choice in enumerate(chosen):
-        fits = np.flatnonzero((arcs.stage_A == stage) & (arcs.choice_A == choice) & (arcs.from_A == node))
+        fits = np.flatnonzero((arcs.stage_K == stage) & (arcs.choice_K == choice) & (arcs.from_K == node))
         if not len(fits):
             return ()
         path.append(int(fits[0]))
-        node = int(arcs.to_A[fits[0]])
+        node = int(arcs.to_K[fits[0]])
     return tuple(path)
 
 

@@ -5,13 +5,11 @@ Of a choice only its steady time ``t`` and ``t + d``, with its boundary time ``d
 other with the same layers at the same place on as many devices of the same part is at least as good in both.
 
 Array axes
-    K  choices of a slot
-    C  options: choices with the same layers and devices at different places
-    R  layers of the suffix of the network that begins with the stage; one entry if the place does not matter
+    K  choices of a slot, or options: choices with the same layers and devices at different places
+    L  layers of the suffix of the network that begins with the stage; one entry if the place does not matter
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -25,25 +23,23 @@ class SlotOptions(ArrayRecord):
     """Choices by what they use up; infinite where an option has none.
 
     Attributes:
-        seams_C: For what stages next to it each is priced, as of choices.
-        rank_C: How many options use up the same at the same seams and are faster everywhere.
-        steady_CR: Steady seconds.
-        reach_CR: Steady and boundary seconds together.
-        index_CR: Index of the choice in its slot, -1 where there is none.
-        least_C: Least steady seconds of each option.
+        seams_K: For what stages next to it each is priced, as of choices.
+        rank_K: How many options use up the same at the same seams and are faster everywhere.
+        steady_KL: Steady seconds.
+        reach_KL: Steady and boundary seconds together.
+        index_KL: Index of the choice in its slot, -1 where there is none.
+        least_K: Least steady seconds of each option.
     """
 
-    AXIS: ClassVar[str] = "C"
-
-    part_C: IntArray
-    seams_C: IntArray
-    devices_C: IntArray
-    layers_C: IntArray
-    rank_C: IntArray
-    steady_CR: FloatArray
-    reach_CR: FloatArray
-    index_CR: IntArray
-    least_C: FloatArray
+    part_K: IntArray
+    seams_K: IntArray
+    devices_K: IntArray
+    layers_K: IntArray
+    rank_K: IntArray
+    steady_KL: FloatArray
+    reach_KL: FloatArray
+    index_KL: IntArray
+    least_K: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,25 +103,25 @@ def slot_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...
     place_K = kind_K * num_rows + row_K
     rank_K = np.arange(len(place_K)) - np.searchsorted(place_K, place_K)
     depth = 1 + int(rank_K.max(initial=0))
-    _, first_C, option_K = np.unique(kind_K * depth + rank_K, return_index=True, return_inverse=True)
-    index_CR = np.full((len(first_C), num_rows), -1, dtype=np.int64)
-    index_CR[option_K.reshape(-1), row_K] = index_K
-    steady_CR = np.where(index_CR >= 0, _at(slot.steady_K, index_CR), np.inf)
+    _, first_J, option_K = np.unique(kind_K * depth + rank_K, return_index=True, return_inverse=True)
+    index_KL = np.full((len(first_J), num_rows), -1, dtype=np.int64)
+    index_KL[option_K.reshape(-1), row_K] = index_K
+    steady_KL = np.where(index_KL >= 0, _at(slot.steady_K, index_KL), np.inf)
     return SlotOptions(
-        part_C=slot.part_K[index_K[first_C]],
-        seams_C=slot.seams_K[index_K[first_C]],
-        devices_C=slot.devices_K[index_K[first_C]],
-        layers_C=slot.layers_K[index_K[first_C]],
-        rank_C=rank_K[first_C],
-        steady_CR=steady_CR,
-        reach_CR=np.where(index_CR >= 0, _at(slot.steady_K + slot.boundary_K, index_CR), np.inf),
-        index_CR=index_CR,
-        least_C=steady_CR.min(axis=1),
+        part_K=slot.part_K[index_K[first_J]],
+        seams_K=slot.seams_K[index_K[first_J]],
+        devices_K=slot.devices_K[index_K[first_J]],
+        layers_K=slot.layers_K[index_K[first_J]],
+        rank_K=rank_K[first_J],
+        steady_KL=steady_KL,
+        reach_KL=np.where(index_KL >= 0, _at(slot.steady_K + slot.boundary_K, index_KL), np.inf),
+        index_KL=index_KL,
+        least_K=steady_KL.min(axis=1),
     )
 
 
-def _at(values_K: FloatArray, index_CR: IntArray) -> FloatArray:
-    found: FloatArray = values_K[index_CR] if len(values_K) else np.empty(index_CR.shape)
+def _at(values_K: FloatArray, index_KL: IntArray) -> FloatArray:
+    found: FloatArray = values_K[index_KL] if len(values_K) else np.empty(index_KL.shape)
     return found
 
 

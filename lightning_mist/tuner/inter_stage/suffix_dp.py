@@ -19,13 +19,10 @@ All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack,
 by more, nor may a suffix hold more layers than its devices can.
 
 Array axes
-    C  options (see :mod:`lightning_mist.tuner.inter_stage.slot_options`)
+    K  options (see :mod:`lightning_mist.tuner.inter_stage.slot_options`), or choices of a first or last stage
     J  states that can be part of an answer; in a table of sums one more, which is never reached
-    K  choices of a first or last stage
-    P  parts of the cluster
-    T  kinds of stages: their part, and which of those next to them lie in others
-    U  numbers of units of devices
-    M  some options
+    L  layers
+    N  numbers of units of devices
 """
 
 from collections import Counter
@@ -50,24 +47,24 @@ class PartChain:
 
     Attributes:
         order: The parts, that which is passed first in front.
-        unit_P: Devices of a unit.
-        begin_P: Units in the row before those of each part.
-        end_P: The same with its own.
-        used_PU: Of the first units of the row those of each part.
-        ends_TU: Where in the row stages of every kind (:func:`kinds`) may end.
-        first_begin_T: From where on in the row they may begin.
-        last_begin_T: Up to where they may.
+        unit_by_part: Devices of a unit.
+        begin_by_part: Units in the row before those of each part.
+        end_by_part: The same with its own.
+        used_by_part_N: Of the first units of the row those of each part.
+        ends_by_kind_N: Where in the row stages of every kind (:func:`kinds`) may end.
+        first_begin_by_kind: From where on in the row they may begin.
+        last_begin_by_kind: Up to where they may.
         size: Numbers of units that there may be: one more than there are.
     """
 
     order: tuple[int, ...]
-    unit_P: IntArray
-    begin_P: IntArray
-    end_P: IntArray
-    used_PU: IntArray
-    ends_TU: BoolArray
-    first_begin_T: IntArray
-    last_begin_T: IntArray
+    unit_by_part: IntArray
+    begin_by_part: IntArray
+    end_by_part: IntArray
+    used_by_part_N: IntArray
+    ends_by_kind_N: BoolArray
+    first_begin_by_kind: IntArray
+    last_begin_by_kind: IntArray
     size: int
 
     @classmethod
@@ -82,61 +79,65 @@ class PartChain:
             order: The parts, that which is passed first in front.
             taken: The numbers of devices of every part that stages take.
         """
-        unit_P = np.array([common_unit([*own, count]) for own, count in zip(taken, num_devices, strict=True)])
-        units_P, begin_P, total = np.array(num_devices) // unit_P, np.zeros(len(unit_P), dtype=np.int64), 0
+        unit_by_part = np.array([common_unit([*own, count]) for own, count in zip(taken, num_devices, strict=True)])
+        units_by_part, begin_by_part, total = (
+            np.array(num_devices) // unit_by_part,
+            np.zeros(len(unit_by_part), dtype=np.int64),
+            0,
+        )
         for part in reversed(order):
-            begin_P[part], total = total, total + int(units_P[part])
-        end_P, end_U = begin_P + units_P, np.arange(total + 1)
+            begin_by_part[part], total = total, total + int(units_by_part[part])
+        end_by_part, end_N = begin_by_part + units_by_part, np.arange(total + 1)
         ends, begins = [], []
         for part, own in enumerate(taken):
-            begin, end = int(begin_P[part]), int(end_P[part])
-            inside_U = (end_U > begin) & (end_U <= end)
-            first_U = inside_U & np.isin(end_U, begin + np.array(own, dtype=np.int64) // unit_P[part])
+            begin, end = int(begin_by_part[part]), int(end_by_part[part])
+            inside_N = (end_N > begin) & (end_N <= end)
+            first_N = inside_N & np.isin(end_N, begin + np.array(own, dtype=np.int64) // unit_by_part[part])
             # Where the first part ends, the row does.
-            front_U = (end_U == end) & (part != order[0])
+            front_N = (end_N == end) & (part != order[0])
             for seams in range(ANY_SEAMS):
-                ends.append((first_U if seams & BEHIND else inside_U) & (front_U == bool(seams & FRONT)))
+                ends.append((first_N if seams & BEHIND else inside_N) & (front_N == bool(seams & FRONT)))
                 is_alone = part == order[-1]
                 begins.append((begin, end) if is_alone else (begin, begin) if seams & BEHIND else (begin + 1, end))
-            ends.append(inside_U)
+            ends.append(inside_N)
             begins.append((begin, end))
-        first_begin_T, last_begin_T = np.array(begins).T
+        first_begin_by_kind, last_begin_by_kind = np.array(begins).T
         return cls(
             order=order,
-            unit_P=unit_P,
-            begin_P=begin_P,
-            end_P=end_P,
-            used_PU=np.clip(end_U - begin_P[:, None], 0, units_P[:, None]),
-            ends_TU=np.stack(ends),
-            first_begin_T=first_begin_T,
-            last_begin_T=last_begin_T,
+            unit_by_part=unit_by_part,
+            begin_by_part=begin_by_part,
+            end_by_part=end_by_part,
+            used_by_part_N=np.clip(end_N - begin_by_part[:, None], 0, units_by_part[:, None]),
+            ends_by_kind_N=np.stack(ends),
+            first_begin_by_kind=first_begin_by_kind,
+            last_begin_by_kind=last_begin_by_kind,
             size=total + 1,
         )
 
-    def seams(self, part_C: IntArray, begin_C: IntArray, end_C: IntArray) -> IntArray:
+    def seams(self, part_K: IntArray, begin_K: IntArray, end_K: IntArray) -> IntArray:
         """Which of the stages next to some lie in other parts, as :attr:`SlotChoices.seams_K` says it.
 
         Args:
-            begin_C: Units of the row behind each stage.
-            end_C: Units with its own.
+            begin_K: Units of the row behind each stage.
+            end_K: Units with its own.
         """
-        is_behind_C = (begin_C == self.begin_P[part_C]) & (part_C != self.order[-1])
-        is_front_C = (end_C == self.end_P[part_C]) & (part_C != self.order[0])
-        found_C: IntArray = FRONT * is_front_C + BEHIND * is_behind_C
-        return found_C
+        is_behind_K = (begin_K == self.begin_by_part[part_K]) & (part_K != self.order[-1])
+        is_front_K = (end_K == self.end_by_part[part_K]) & (part_K != self.order[0])
+        found_K: IntArray = FRONT * is_front_K + BEHIND * is_behind_K
+        return found_K
 
-    def fits(self, part_C: IntArray, seams_C: IntArray, units_C: IntArray, end_C: IntArray) -> BoolArray:
+    def fits(self, part_K: IntArray, seams_K: IntArray, units_K: IntArray, end_K: IntArray) -> BoolArray:
         """Whether stages may have so many units of a part up to somewhere in the row; arguments that broadcast."""
-        begin_C = end_C - units_C
-        inside_C = (begin_C >= self.begin_P[part_C]) & (end_C <= self.end_P[part_C])
+        begin_K = end_K - units_K
+        inside_K = (begin_K >= self.begin_by_part[part_K]) & (end_K <= self.end_by_part[part_K])
         if len(self.order) > 1:
-            inside_C &= (seams_C == ANY_SEAMS) | (seams_C == self.seams(part_C, begin_C, end_C))
-        return inside_C
+            inside_K &= (seams_K == ANY_SEAMS) | (seams_K == self.seams(part_K, begin_K, end_K))
+        return inside_K
 
 
-def kinds(part_C: IntArray, seams_C: IntArray) -> IntArray:
+def kinds(part_K: IntArray, seams_K: IntArray) -> IntArray:
     """A number for the part of stages and which of those next to them lie in others."""
-    return part_C * (ANY_SEAMS + 1) + seams_C
+    return part_K * (ANY_SEAMS + 1) + seams_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,15 +220,15 @@ class PaddedSums:
         return self._sums
 
     def sources(
-        self, options: SlotOptions, units_C: IntArray, at_once: int
+        self, options: SlotOptions, units_K: IntArray, at_once: int
     ) -> Iterator[tuple[SlotOptions, IntArray, IntArray]]:
-        """Some options at a time, all states, and the places of those behind them, axes ``CJ``."""
+        """Some options at a time, all states, and the places of those behind them, axes ``KJ``."""
         step = max(1, at_once // max(1, len(self._every_J)))
         for begin in range(0, len(options), step):
             here = slice(begin, begin + step)
-            shift_C = options.layers_C[here] * self._width + units_C[here]
+            shift_K = options.layers_K[here] * self._width + units_K[here]
             some = options if step >= len(options) else options.take(here)
-            yield some, self._every_J, self._place_J - shift_C[:, None]
+            yield some, self._every_J, self._place_J - shift_K[:, None]
 
 
 _MARGIN = 1e-9
@@ -245,7 +246,7 @@ _FEW = 1 << 14
 
 Sources: TypeAlias = tuple[SlotOptions, IntArray, IntArray]
 """Options, states in which a stage can end that is one of them, and by both the state behind it, or its place in padded
-sums; axes ``J`` and ``CJ``."""
+sums; axes ``J`` and ``KJ``."""
 
 Maps: TypeAlias = dict[int, tuple[IntArray, dict[int, IntArray]]]
 """By part and seams of a stage the states in which it can end, and for these the one behind it, by how much it makes
@@ -268,43 +269,43 @@ class Suffixes:
         self._repeats = Counter(map(id, self.middle))
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
-        pairs += [(options.part_C, options.devices_C) for options in options.values()]
+        pairs += [(options.part_K, options.devices_K) for options in options.values()]
         taken = (
             distinct(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs])).tolist()
             for part in range(len(devices))
         )
         self.chain = PartChain.of(devices, order, tuple(map(tuple, taken)))
         most = [
-            (int(item.layers_C.max()), int(self._units(item.devices_C, item.part_C).max()))
+            (int(item.layers_K.max()), int(self._units(item.devices_K, item.part_K).max()))
             for item in options.values()
             if len(item)
         ]
         self._most = max((layers for layers, _ in most), default=0), max((units for _, units in most), default=0)
-        self.rate_P = self._rates()
-        self._capacity_P = np.array(devices) / self.rate_P
+        self.rate_by_part = self._rates()
+        self._capacity_by_part = np.array(devices) / self.rate_by_part
 
     def _rates(self) -> FloatArray:
         """Least seconds times devices per layer in every part, infinite without choices.
 
         Where a layer takes no time it is so little that all layers fit, and not so little that numbers overflow.
         """
-        rate_P = np.full(len(self.family.num_devices), np.inf)
+        rate_by_part = np.full(len(self.family.num_devices), np.inf)
         for item in (*self.heads.values(), self.last):
-            np.minimum.at(rate_P, item.part_K, item.steady_K * item.devices_K / item.layers_K)
+            np.minimum.at(rate_by_part, item.part_K, item.steady_K * item.devices_K / item.layers_K)
         for options in self.middle:
-            np.minimum.at(rate_P, options.part_C, options.least_C * options.devices_C / options.layers_C)
-        floor_P: FloatArray = np.maximum(rate_P, _NO_TIME)
-        return floor_P
+            np.minimum.at(rate_by_part, options.part_K, options.least_K * options.devices_K / options.layers_K)
+        floor_by_part: FloatArray = np.maximum(rate_by_part, _NO_TIME)
+        return floor_by_part
 
     def bottlenecks(self) -> FloatArray:
         """The steady times of all choices, ascending: one of them is that of the slowest stage."""
         times = [item.steady_K for item in (*self.heads.values(), self.last)]
-        times += [options.steady_CR[options.index_CR >= 0] for options in self.middle]
+        times += [options.steady_KL[options.index_KL >= 0] for options in self.middle]
         return distinct(np.concatenate(times))
 
     def least_bottleneck(self) -> float:
         """Steady seconds that the slowest stage takes at least, so that all devices together hold all layers."""
-        speed = float(self._capacity_P.sum())
+        speed = float(self._capacity_by_part.sum())
         return self.family.num_layers / speed if speed > 0 else np.inf
 
     def walk(
@@ -349,7 +350,7 @@ class Suffixes:
                 sources: Iterable[Sources] = (
                     self.sources(options, states, maps)
                     if padded is None
-                    else padded.sources(options, self._units(options.devices_C, options.part_C), _AT_ONCE)
+                    else padded.sources(options, self._units(options.devices_K, options.part_K), _AT_ONCE)
                 )
                 if cap is None and self._repeats[key] > 1:
                     made[key] = list(sources)
@@ -381,41 +382,41 @@ class Suffixes:
         place = int(self.behind_head(head, states)[index])
         for stage in range(num_stages - 2, 0, -1):
             options, row = self.middle[stage - 1], int(states.row_J[place])
-            column = 0 if options.steady_CR.shape[1] == 1 else row
+            column = 0 if options.steady_KL.shape[1] == 1 else row
             flat = int(states.flat_J[place])
-            steady_C, (units_C, offset_C) = options.steady_CR[:, column], self._uses(stage - 1)
-            fits_C = self.chain.fits(options.part_C, options.seams_C, units_C, np.array(flat % self.chain.size))
-            fits_C &= (options.layers_C < row) & (steady_C <= walk.bottleneck)
+            steady_K, (units_K, offset_K) = options.steady_KL[:, column], self._uses(stage - 1)
+            fits_K = self.chain.fits(options.part_K, options.seams_K, units_K, np.array(flat % self.chain.size))
+            fits_K &= (options.layers_K < row) & (steady_K <= walk.bottleneck)
             # The pass has left out only options from which no answer can come, and none leads from here to a state.
-            at_N = np.flatnonzero(fits_C)
-            behind_N = states.number[flat - offset_C[at_N]]
-            sum_N = steady_C[at_N] + walk.sums[stage - 1][behind_N]
+            at_J = np.flatnonzero(fits_K)
+            behind_J = states.number[flat - offset_K[at_J]]
+            sum_J = steady_K[at_J] + walk.sums[stage - 1][behind_J]
             if walk.cap is not None:
-                reach_N = options.reach_CR[at_N, column] + walk.sums[stage - 1][behind_N]
-                sum_N = np.where(reach_N <= walk.cap, sum_N, np.inf)
-            best = int(sum_N.argmin())
-            chosen.append(int(options.index_CR[at_N[best], column]))
-            place = int(behind_N[best])
+                reach_J = options.reach_KL[at_J, column] + walk.sums[stage - 1][behind_J]
+                sum_J = np.where(reach_J <= walk.cap, sum_J, np.inf)
+            best = int(sum_J.argmin())
+            chosen.append(int(options.index_KL[at_J[best], column]))
+            place = int(behind_J[best])
         total_K = self._last_total(walk.bottleneck, walk.cap)
         total_K = np.where(self.last_places(states) == place, total_K, np.inf)
         chosen.append(int(self.last.index_K[int(total_K.argmin())]))
         return tuple(chosen)
 
     def _margin(self, bottleneck: float) -> float:
-        return _MARGIN * (self.family.num_layers + bottleneck * float(self._capacity_P.sum()))
+        return _MARGIN * (self.family.num_layers + bottleneck * float(self._capacity_by_part.sum()))
 
     def _least_idle(self, item: EndOptions, bottleneck: float) -> float:
         """Layers by which the devices of a choice are idle at least; infinite if all take longer."""
-        idle_K = bottleneck * item.devices_K / self.rate_P[item.part_K] - item.layers_K
+        idle_K = bottleneck * item.devices_K / self.rate_by_part[item.part_K] - item.layers_K
         return float(idle_K.min(where=item.steady_K <= bottleneck, initial=np.inf))
 
     def _states(self, bottleneck: float, least_head: float, least_last: float) -> States:
         rows, margin = np.arange(1, self.family.num_layers), self._margin(bottleneck)
-        slack = bottleneck * float(self._capacity_P.sum()) - self.family.num_layers
-        hold_U = bottleneck * ((self.chain.unit_P / self.rate_P) @ self.chain.used_PU)
-        idle_RU = hold_U[None, :] - rows[:, None]
-        inside_RU = (idle_RU >= least_last - margin) & (idle_RU <= slack - least_head + margin)
-        row_J, used_J = np.nonzero(inside_RU)
+        slack = bottleneck * float(self._capacity_by_part.sum()) - self.family.num_layers
+        hold_N = bottleneck * ((self.chain.unit_by_part / self.rate_by_part) @ self.chain.used_by_part_N)
+        idle_LN = hold_N[None, :] - rows[:, None]
+        inside_LN = (idle_LN >= least_last - margin) & (idle_LN <= slack - least_head + margin)
+        row_J, used_J = np.nonzero(inside_LN)
         row_J = row_J + 1
         number = np.full(self.family.num_layers * self.chain.size, len(row_J), dtype=np.int64)
         flat_J = row_J * self.chain.size + used_J
@@ -424,19 +425,19 @@ class Suffixes:
 
     def _offsets(self, options: SlotOptions) -> IntArray:
         """How much smaller the number of the state behind a stage is than that with it."""
-        offset_C: IntArray = options.layers_C * self.chain.size + self._units(options.devices_C, options.part_C)
-        return offset_C
+        offset_K: IntArray = options.layers_K * self.chain.size + self._units(options.devices_K, options.part_K)
+        return offset_K
 
-    def _units(self, devices_C: IntArray, part_C: IntArray) -> IntArray:
-        units_C: IntArray = devices_C // self.chain.unit_P[part_C]
-        return units_C
+    def _units(self, devices_K: IntArray, part_K: IntArray) -> IntArray:
+        units_K: IntArray = devices_K // self.chain.unit_by_part[part_K]
+        return units_K
 
     def _uses(self, place: int) -> tuple[IntArray, IntArray]:
         """The units that the options of a stage between others use up, and their offsets; kept."""
         found = self._used.get(place)
         if found is None:
             options = self.middle[place]
-            found = self._units(options.devices_C, options.part_C), self._offsets(options)
+            found = self._units(options.devices_K, options.part_K), self._offsets(options)
             self._used[place] = found
         return found
 
@@ -478,11 +479,11 @@ class Suffixes:
 
     def _kept(self, options: SlotOptions, bottleneck: float, cap: float | None, slack: float) -> SlotOptions:
         """The options that can be part of an answer."""
-        idle_C = bottleneck * options.devices_C / self.rate_P[options.part_C] - options.layers_C
-        kept_C: BoolArray = (options.least_C <= bottleneck) & (idle_C <= slack + self._margin(bottleneck))
+        idle_K = bottleneck * options.devices_K / self.rate_by_part[options.part_K] - options.layers_K
+        kept_K: BoolArray = (options.least_K <= bottleneck) & (idle_K <= slack + self._margin(bottleneck))
         if cap is None:
-            kept_C &= options.rank_C == 0  # Nothing but the steady time counts.
-        return options.take(kept_C)
+            kept_K &= options.rank_K == 0  # Nothing but the steady time counts.
+        return options.take(kept_K)
 
     def _extended(
         self,
@@ -494,73 +495,73 @@ class Suffixes:
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(states.row_J) + 1, np.inf)
-        for some, at_J, source_CJ in sources:
-            behind_CJ = behind.take(source_CJ)
-            if some.steady_CR.shape[1] == 1:
-                steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
+        for some, at_J, source_KJ in sources:
+            behind_KJ = behind.take(source_KJ)
+            if some.steady_KL.shape[1] == 1:
+                steady_KJ, reach_KJ = some.steady_KL, some.reach_KL
             else:
                 row_J = states.row_J[at_J]
-                steady_CJ, reach_CJ = some.steady_CR[:, row_J], some.reach_CR[:, row_J]
-                steady_CJ = np.where(steady_CJ <= bottleneck, steady_CJ, np.inf)
-            sum_CJ = steady_CJ + behind_CJ
+                steady_KJ, reach_KJ = some.steady_KL[:, row_J], some.reach_KL[:, row_J]
+                steady_KJ = np.where(steady_KJ <= bottleneck, steady_KJ, np.inf)
+            sum_KJ = steady_KJ + behind_KJ
             if cap is not None:
-                behind_CJ += reach_CJ
-                np.copyto(sum_CJ, np.inf, where=behind_CJ > cap)
-            best_J[at_J] = np.minimum(best_J[at_J], sum_CJ.min(axis=0, initial=np.inf))
+                behind_KJ += reach_KJ
+                np.copyto(sum_KJ, np.inf, where=behind_KJ > cap)
+            best_J[at_J] = np.minimum(best_J[at_J], sum_KJ.min(axis=0, initial=np.inf))
         return best_J
 
     def sources(self, options: SlotOptions, states: States, maps: Maps) -> Iterator[Sources]:
         """Some options at a time, some states that they can end in, and for each of these the one behind them."""
-        kind_C = kinds(options.part_C, options.seams_C)
+        kind_K = kinds(options.part_K, options.seams_K)
         if len(self.chain.order) > 1 and 0 < len(options) * len(states.row_J) <= _FEW:
-            yield options, np.arange(len(states.row_J)), self._behind_all(options, kind_C, states)
+            yield options, np.arange(len(states.row_J)), self._behind_all(options, kind_K, states)
             return
         # Options of one kind come one after another.
-        edges = [0, *(np.flatnonzero(np.diff(kind_C)) + 1).tolist(), len(options)] if len(options) else []
+        edges = [0, *(np.flatnonzero(np.diff(kind_K)) + 1).tolist(), len(options)] if len(options) else []
         for first, end in pairwise(edges):
-            kind = int(kind_C[first])
-            at_J, known = maps.setdefault(kind, (np.flatnonzero(self.chain.ends_TU[kind, states.used_J]), {}))
+            kind = int(kind_K[first])
+            at_J, known = maps.setdefault(kind, (np.flatnonzero(self.chain.ends_by_kind_N[kind, states.used_J]), {}))
             step = max(1, _AT_ONCE // max(1, len(at_J)))
             for begin in range(first, end, step):
                 here = slice(begin, min(begin + step, end))
                 some = options if end - first == len(options) <= step else options.take(here)
                 offsets = self._offsets(some).tolist()
-                if new_M := [place for place, offset in enumerate(offsets) if offset not in known]:
-                    behind_MJ = self._behind(some, new_M, at_J, states)
-                    known |= zip((offsets[place] for place in new_M), behind_MJ, strict=True)
+                if new_K := [place for place, offset in enumerate(offsets) if offset not in known]:
+                    behind_KJ = self._behind(some, new_K, at_J, states)
+                    known |= zip((offsets[place] for place in new_K), behind_KJ, strict=True)
                 yield some, at_J, np.stack([known[offset] for offset in offsets])
 
-    def _behind_all(self, options: SlotOptions, kind_C: IntArray, states: States) -> IntArray:
-        """For all states the one behind options of any kind; axes ``CJ``."""
-        units_C = self._units(options.devices_C, options.part_C)
-        begin_CU = np.arange(self.chain.size) - units_C[:, None]
-        inside_CU = self.chain.ends_TU[kind_C] & (begin_CU >= self.chain.first_begin_T[kind_C, None])
-        inside_CU &= begin_CU <= self.chain.last_begin_T[kind_C, None]
-        fits_CJ = inside_CU.take(states.used_J, axis=1)
-        fits_CJ &= states.row_J > options.layers_C[:, None]
-        found_CJ = states.flat_J - (options.layers_C * self.chain.size + units_C)[:, None]
+    def _behind_all(self, options: SlotOptions, kind_K: IntArray, states: States) -> IntArray:
+        """For all states the one behind options of any kind; axes ``KJ``."""
+        units_K = self._units(options.devices_K, options.part_K)
+        begin_KN = np.arange(self.chain.size) - units_K[:, None]
+        inside_KN = self.chain.ends_by_kind_N[kind_K] & (begin_KN >= self.chain.first_begin_by_kind[kind_K, None])
+        inside_KN &= begin_KN <= self.chain.last_begin_by_kind[kind_K, None]
+        fits_KJ = inside_KN.take(states.used_J, axis=1)
+        fits_KJ &= states.row_J > options.layers_K[:, None]
+        found_KJ = states.flat_J - (options.layers_K * self.chain.size + units_K)[:, None]
         # No state has no layers, as those in the first places of the table would.
-        return states.number.take(found_CJ * fits_CJ)
+        return states.number.take(found_KJ * fits_KJ)
 
-    def _behind(self, some: SlotOptions, at_M: list[int], at_J: IntArray, states: States) -> IntArray:
-        """For some states the one behind options of one kind; axes ``MJ``."""
-        kind, layers_M = int(kinds(some.part_C[0], some.seams_C[0])), some.layers_C[at_M]
-        units_M = some.devices_C[at_M] // self.chain.unit_P[some.part_C[0]]
-        low, high = self.chain.first_begin_T[kind], self.chain.last_begin_T[kind]
+    def _behind(self, some: SlotOptions, at_K: list[int], at_J: IntArray, states: States) -> IntArray:
+        """For some states the one behind options of one kind; axes ``KJ``."""
+        kind, layers_K = int(kinds(some.part_K[0], some.seams_K[0])), some.layers_K[at_K]
+        units_K = some.devices_K[at_K] // self.chain.unit_by_part[some.part_K[0]]
+        low, high = self.chain.first_begin_by_kind[kind], self.chain.last_begin_by_kind[kind]
         used_J = states.used_J[at_J]
-        fits_MJ = (states.row_J[at_J] > layers_M[:, None]) & (used_J >= (units_M + low)[:, None])
+        fits_KJ = (states.row_J[at_J] > layers_K[:, None]) & (used_J >= (units_K + low)[:, None])
         if high == low:
-            fits_MJ &= used_J <= (units_M + high)[:, None]
-        found_MJ = states.flat_J[at_J] - (layers_M * self.chain.size + units_M)[:, None]
-        return np.where(fits_MJ, states.number[np.where(fits_MJ, found_MJ, 0)], len(states.row_J))
+            fits_KJ &= used_J <= (units_K + high)[:, None]
+        found_KJ = states.flat_J[at_J] - (layers_K * self.chain.size + units_K)[:, None]
+        return np.where(fits_KJ, states.number[np.where(fits_KJ, found_KJ, 0)], len(states.row_J))
 
 
 def _needed(options: SlotOptions, behind_J: FloatArray, cap: float) -> SlotOptions:
     """The options that a cap lets stand in front of some suffix, without those that a faster one can always replace."""
     reached_J = behind_J[behind_J < np.inf]
-    if not len(options) or not len(reached_J) or options.steady_CR.shape[1] > 1:
+    if not len(options) or not len(reached_J) or options.steady_KL.shape[1] > 1:
         return options
-    reach_C = options.reach_CR[:, 0]
+    reach_K = options.reach_KL[:, 0]
     # Options with the same layers and devices come one after another, by rising steady time.
-    faster_C = np.where(options.rank_C > 0, np.concatenate([[np.inf], reach_C[:-1]]), np.inf)
-    return options.take((reach_C + reached_J.min() <= cap) & (faster_C + reached_J.max() > cap))
+    faster_K = np.where(options.rank_K > 0, np.concatenate([[np.inf], reach_K[:-1]]), np.inf)
+    return options.take((reach_K + reached_J.min() <= cap) & (faster_K + reached_J.max() > cap))

@@ -160,7 +160,7 @@ def _reduced_seconds(stages: IntraStage, plan: Plan) -> float:
         return 0.0
     slot = stages.slot(0, plan.num_stages, plan.num_microbatches, Shape.of(first))
     beside = model.beside(slot, model.region_seconds(*slot.computed))
-    mean = float(beside.reduce_FR.min(axis=0).sum()) / plan.num_stages
+    mean = float(beside.reduce_JR.min(axis=0).sum()) / plan.num_stages
     # The first microbatch finds no gradients to add to: its backward is left out.
     return (plan.num_microbatches - 1) * mean * least_correction(model)
 
@@ -179,17 +179,19 @@ def _least_seconds(stages: IntraStage, alike: Alike, recomputed: int = 0) -> flo
     again = float(seconds.recompute_R[1:-1].min())
     layers_S, least = np.diff(_cuts(space.num_layers, num_stages)), np.inf
     for chunks in (count for count in space.search.chunks if count <= layers_S.min()):
-        layers_VS, again_VS = (
+        layers_by_chunk_S, again_by_chunk_S = (
             np.array([parts(int(count), chunks) for count in counts_S]).T
             for counts_S in (layers_S, np.full(num_stages, recomputed))
         )
         # Head and tail are regions of their own.
-        edge_B = np.concatenate([[0], 1 + np.cumsum(layers_VS)])
-        edge_B[-1] += 1
-        forward_VS, both_VS = (np.diff(prefix_R[edge_B]).reshape(chunks, -1) for prefix_R in (forward_R, both_R))
-        busy_VS = both_VS + again * np.minimum(layers_VS, again_VS)
-        before_S = np.cumsum(busy_VS[0]) - busy_VS[0]
-        busy_S = before_S + (num_microbatches - 1) * busy_VS.sum(axis=0) + forward_VS.sum(axis=0)
+        edges = np.concatenate([[0], 1 + np.cumsum(layers_by_chunk_S)])
+        edges[-1] += 1
+        forward_by_chunk_S, both_by_chunk_S = (
+            np.diff(prefix_R[edges]).reshape(chunks, -1) for prefix_R in (forward_R, both_R)
+        )
+        busy_by_chunk_S = both_by_chunk_S + again * np.minimum(layers_by_chunk_S, again_by_chunk_S)
+        before_S = np.cumsum(busy_by_chunk_S[0]) - busy_by_chunk_S[0]
+        busy_S = before_S + (num_microbatches - 1) * busy_by_chunk_S.sum(axis=0) + forward_by_chunk_S.sum(axis=0)
         least = min(least, float(busy_S.max()))
     return least
 

@@ -54,15 +54,15 @@ class PlanRoom(NamedTuple):
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan fits as it is."""
-        layers_SM = np.array([[stage.checkpointing.layers] for stage in plan.stages])
-        (peaks,) = plans_peaks(self.model.memory, [(plan, layers_SM)])
+        layers_SK = np.array([[stage.checkpointing.layers] for stage in plan.stages])
+        (peaks,) = plans_peaks(self.model.memory, [(plan, layers_SK)])
         return bool(self.holds(plan, peaks)[0])
 
     def holds(self, plan: Plan, peaks: PlanPeaks) -> BoolArray:
         """Which versions of a plan fit by their peaks."""
-        fits_W: BoolArray = np.all(peaks.device_SW <= np.array(self.limits(plan))[:, None], axis=0)
-        fits_W &= np.all(peaks.host_SW <= np.array(self.host_limits(plan))[:, None], axis=0)
-        return fits_W
+        fits_K: BoolArray = np.all(peaks.device_SK <= np.array(self.limits(plan))[:, None], axis=0)
+        fits_K &= np.all(peaks.host_SK <= np.array(self.host_limits(plan))[:, None], axis=0)
+        return fits_K
 
 
 def best_variant(
@@ -196,16 +196,16 @@ def fitted(room: PlanRoom, plans: Sequence[Plan]) -> Iterator[Plan | None]:
     """Each plan with as few more recomputed layers on every group of devices as make it fit; nothing if none do."""
     asked = [(plan, _recomputed(_groups(plan), _most_more(room.space, plan))) for plan in plans]
     for plan, found in zip(plans, plans_peaks(room.model.memory, asked), strict=True):
-        fits_M = room.holds(plan, found)
-        yield _recomputing(plan, int(fits_M.argmax())) if fits_M[0] or fits_M[-1] else None
+        fits_K = room.holds(plan, found)
+        yield _recomputing(plan, int(fits_K.argmax())) if fits_K[0] or fits_K[-1] else None
 
 
 def first_stages(room: PlanRoom, plans: Sequence[Plan]) -> Iterator[int | None]:
     """How many more layers :func:`fitted` recomputes of each plan at least, by its first stage alone; fast."""
     asked = [(plan, _recomputed(_groups(plan), _most_more(room.space, plan))[0]) for plan in plans]
-    for plan, peak_M in zip(plans, stage_peaks(room.model.memory, asked, 0), strict=True):
-        fits_M = peak_M <= room.limits(plan)[0]
-        yield int(fits_M.argmax()) if fits_M[0] or fits_M[-1] else None
+    for plan, peak_K in zip(plans, stage_peaks(room.model.memory, asked, 0), strict=True):
+        fits_K = peak_K <= room.limits(plan)[0]
+        yield int(fits_K.argmax()) if fits_K[0] or fits_K[-1] else None
 
 
 _Groups: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -223,13 +223,13 @@ def _groups(plan: Plan) -> _Groups:
 @lru_cache(maxsize=64)
 def _recomputed(groups: _Groups, most: int) -> IntArray:
     """Recomputed layers of every stage, with so many more of each group of devices; axes stage, and how many more."""
-    found_SM = np.zeros((sum(len(layers) for layers, _ in groups), most + 1), dtype=np.int64)
+    found_SK = np.zeros((sum(len(layers) for layers, _ in groups), most + 1), dtype=np.int64)
     for group, (layers, recomputed) in enumerate(groups):
         for more in range(most + 1):
             shared = parts(min(sum(layers), sum(recomputed) + more), len(layers))
-            found_SM[group :: len(groups), more] = np.minimum(layers, shared)
-    found_SM.setflags(write=False)
-    return found_SM
+            found_SK[group :: len(groups), more] = np.minimum(layers, shared)
+    found_SK.setflags(write=False)
+    return found_SK
 
 
 def _recomputing(plan: Plan, more: int) -> Plan:

@@ -13,7 +13,8 @@ lie, so each such range of layers is looked at once (:class:`LayerRanges`). If a
 stages is left open altogether.
 
 Array axes
-    W  ranges
+    K  ranges
+    J  ranges with numbers of recomputed layers
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -166,33 +167,33 @@ class LayerRanges:
     """Ranges of layers that cost differently.
 
     Attributes:
-        start_W: First layer of one of those that cost the same.
+        start_K: First layer of one of those that cost the same.
         starts: First layers of all of them, or :data:`ANYWHERE` alone.
     """
 
-    start_W: IntArray
-    layers_W: IntArray
+    start_K: IntArray
+    layers_K: IntArray
     starts: tuple[IntArray, ...]
 
     def __len__(self) -> int:
         """Number of ranges."""
-        return len(self.start_W)
+        return len(self.start_K)
 
     @property
-    def count_W(self) -> IntArray:
+    def count_K(self) -> IntArray:
         """At how many places each occurs."""
         return np.array([len(starts) for starts in self.starts], dtype=np.int64)
 
     def take(self, index: IntArray) -> "LayerRanges":
         """Some of them."""
         starts = tuple(self.starts[place] for place in index.tolist())
-        return LayerRanges(start_W=self.start_W[index], layers_W=self.layers_W[index], starts=starts)
+        return LayerRanges(start_K=self.start_K[index], layers_K=self.layers_K[index], starts=starts)
 
 
 def fixed_range(first: int, end: int) -> LayerRanges:
     """The one range that a stage may have whose place is settled."""
-    start_W = np.array([first], dtype=np.int64)
-    return LayerRanges(start_W=start_W, layers_W=np.array([end - first], dtype=np.int64), starts=(start_W,))
+    start_K = np.array([first], dtype=np.int64)
+    return LayerRanges(start_K=start_K, layers_K=np.array([end - first], dtype=np.int64), starts=(start_K,))
 
 
 def layer_ranges_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> LayerRanges:
@@ -201,28 +202,28 @@ def layer_ranges_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> La
     if role == "middle":
         return _middle(num_layers, classes)
     if role == "only":
-        start_W, layers_W = np.array([0]), np.array([num_layers])
+        start_K, layers_K = np.array([0]), np.array([num_layers])
     elif role == "first":
-        start_W, layers_W = np.zeros_like(lengths), lengths
+        start_K, layers_K = np.zeros_like(lengths), lengths
     else:
-        start_W, layers_W = num_layers - lengths, lengths
-    return LayerRanges(start_W=start_W, layers_W=layers_W, starts=tuple(start_W[:, None]))
+        start_K, layers_K = num_layers - lengths, lengths
+    return LayerRanges(start_K=start_K, layers_K=layers_K, starts=tuple(start_K[:, None]))
 
 
 def _middle(num_layers: int, classes: tuple[int, ...]) -> LayerRanges:
     """LayerRanges that touch neither end."""
     if len(set(classes)) == 1:
-        layers_W = np.arange(1, num_layers - 1)
-        starts = (np.array([ANYWHERE]),) * len(layers_W)
-        return LayerRanges(start_W=np.ones_like(layers_W), layers_W=layers_W, starts=starts)
+        layers_K = np.arange(1, num_layers - 1)
+        starts = (np.array([ANYWHERE]),) * len(layers_K)
+        return LayerRanges(start_K=np.ones_like(layers_K), layers_K=layers_K, starts=starts)
     places: dict[Hashable, list[int]] = {}
     for start in range(1, num_layers - 1):
         for end in range(start + 1, num_layers):
             # The class of the layer before tells what is received.
             places.setdefault(classes[start - 1 : end], []).append(start)
     return LayerRanges(
-        start_W=np.array([starts[0] for starts in places.values()], dtype=np.int64),
-        layers_W=np.array([len(window) - 1 for window in places], dtype=np.int64),  # type: ignore[arg-type]
+        start_K=np.array([starts[0] for starts in places.values()], dtype=np.int64),
+        layers_K=np.array([len(window) - 1 for window in places], dtype=np.int64),  # type: ignore[arg-type]
         starts=tuple(np.array(starts) for starts in places.values()),
     )
 
@@ -397,17 +398,17 @@ class Space:
         cuts = self.cuts(num_stages)
         return None if cuts is None else (cuts[stage_index], cuts[stage_index + 1])
 
-    def recomputed(self, layers_W: IntArray) -> tuple[IntArray, IntArray]:
+    def recomputed(self, layers_K: IntArray) -> tuple[IntArray, IntArray]:
         """Every number of layers that stages may recompute: of which stage, and how many."""
         shares = self.search.checkpointed_shares
         if not self.checkpointing:
-            return np.arange(len(layers_W)), np.zeros(len(layers_W), dtype=np.int64)
+            return np.arange(len(layers_K)), np.zeros(len(layers_K), dtype=np.int64)
         if shares is not None:
-            found = [sorted({round(share * layers) for share in shares}) for layers in layers_W.tolist()]
-            window_C = np.repeat(np.arange(len(found)), [len(counts) for counts in found])
-            return window_C, np.array([count for counts in found for count in counts], dtype=np.int64)
-        window_C = np.repeat(np.arange(len(layers_W)), layers_W + 1)
-        return window_C, np.arange(len(window_C)) - np.repeat(np.cumsum(layers_W + 1) - layers_W - 1, layers_W + 1)
+            found = [sorted({round(share * layers) for share in shares}) for layers in layers_K.tolist()]
+            window_J = np.repeat(np.arange(len(found)), [len(counts) for counts in found])
+            return window_J, np.array([count for counts in found for count in counts], dtype=np.int64)
+        window_J = np.repeat(np.arange(len(layers_K)), layers_K + 1)
+        return window_J, np.arange(len(window_J)) - np.repeat(np.cumsum(layers_K + 1) - layers_K - 1, layers_K + 1)
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ class Inner(ArrayRecord):
 class Outer(ArrayRecord):
     name: str
     first_K: np.ndarray
-    behind_FK: np.ndarray
+    behind_by_kind_K: np.ndarray
     ahead_KO: np.ndarray
     inner: Inner
     maybe_K: np.ndarray | None = None
@@ -29,7 +29,7 @@ def record(begin, end, maybe=False):
     return Outer(
         name="one",
         first_K=values,
-        behind_FK=np.stack([values, 10 * values]),
+        behind_by_kind_K=np.stack([values, 10 * values]),
         ahead_KO=np.stack([values, values, -values], axis=1),
         inner=Inner(value_J=values / 2),
         maybe_K=values if maybe else None,
@@ -39,7 +39,7 @@ def record(begin, end, maybe=False):
 def same(found, wanted):
     assert type(found) is type(wanted)
     assert found.name == wanted.name
-    for name in ("first_K", "behind_FK", "ahead_KO", "maybe_K"):
+    for name in ("first_K", "behind_by_kind_K", "ahead_KO", "maybe_K"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
     np.testing.assert_array_equal(found.inner.value_J, wanted.inner.value_J)
 

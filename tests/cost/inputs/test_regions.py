@@ -37,8 +37,8 @@ def test_expressions_are_evaluated_per_region():
     costs = compile_regions(network)(2)
     np.testing.assert_allclose(costs.saved_R, [2000, 20000, 60000, 20000, 60000, 8000])
     np.testing.assert_allclose(costs.checkpointed_saved_R[1:-1], [2000, 6000, 2000, 6000])
-    np.testing.assert_allclose(costs.boundary_B, [0, 2000, 6000, 2000, 0])
-    np.testing.assert_allclose(costs.gradient_boundary_B, costs.boundary_B)
+    np.testing.assert_allclose(costs.boundary_by_cut, [0, 2000, 6000, 2000, 0])
+    np.testing.assert_allclose(costs.gradient_boundary_by_cut, costs.boundary_by_cut)
     assert costs.batch_bytes == 32
 
 

@@ -118,7 +118,7 @@ def test_as_much_waits_for_gradients_of_weights_where_layers_are_recomputed(prec
         shape = StageShape(first=0, end=LAYERS, checkpointed=checkpointed, rows=2)
         template = stack(spec, shape)
         waiting = {slot for weight in template.weights[False] for slot in weight.operands}
-        found.append(sum(int(template.slots.bytes_A[slot]) for slot in waiting))
+        found.append(sum(int(template.slots.bytes_K[slot]) for slot in waiting))
     assert found[0] == found[1]
 
 

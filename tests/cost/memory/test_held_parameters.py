@@ -45,7 +45,7 @@ def test_owners_are_those_of_whole_parameters_and_have_parts():
 
 def away(holdings, start, end, ranks):
     shares = holdings.shares(one(start, end), ranks)
-    return shares.forward_AK[:, 0].tolist(), shares.backward_AK[:, 0].tolist()
+    return shares.forward_RK[:, 0].tolist(), shares.backward_RK[:, 0].tolist()
 
 
 def test_what_is_away_is_what_the_poorest_owner_lacks_of_two_neighbours():
@@ -86,15 +86,15 @@ def test_what_is_asked_together_is_what_is_asked_one_by_one():
             assert getattr(found, name)[index] == getattr(alone, name)[0]
         part = later.shares(one(start_K[index], end_K[index]), 2)
         assert shares.every_K[index] == part.every_K[0]
-        assert shares.backward_AK[:, index].tolist() == part.backward_AK[:, 0].tolist()
+        assert shares.backward_RK[:, index].tolist() == part.backward_RK[:, 0].tolist()
 
 
 def test_figures_of_ranges_are_asked_for_once_for_each_network():
     known, asked = ByRange(5, 2, networks=3), []
 
-    def make(network, low_U, high_U):
-        asked.extend((network, *item) for item in zip(low_U.tolist(), high_U.tolist(), strict=True))
-        return np.stack([100 * network + 10 * low_U + high_U, -low_U]).astype(float)
+    def make(network, low_J, high_J):
+        asked.extend((network, *item) for item in zip(low_J.tolist(), high_J.tolist(), strict=True))
+        return np.stack([100 * network + 10 * low_J + high_J, -low_J]).astype(float)
 
     choice = np.random.default_rng(0)
     for _ in range(4):

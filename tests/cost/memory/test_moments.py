@@ -112,9 +112,9 @@ def test_moments_are_those_of_the_whole_schedule_that_no_other_exceeds(stages, m
         for action, waiting, computing in moments_in_order(actions, arrivals):
             found += [waiting, computing] if action in arrivals else [computing]
         found = list(dict.fromkeys(found))
-        counts_XF = np.array([moment.counts for moment in found])
-        is_exceeded_X = (counts_XF[:, None] <= counts_XF).all(axis=2).sum(axis=1) > 1
-        most = tuple(moment for moment, is_exceeded in zip(found, is_exceeded_X, strict=True) if not is_exceeded)
+        counts = np.array([moment.counts for moment in found])
+        are_exceeded = (counts[:, None] <= counts).all(axis=2).sum(axis=1) > 1
+        most = tuple(moment for moment, is_exceeded in zip(found, are_exceeded, strict=True) if not is_exceeded)
         assert device_moments(group, stages, microbatches, schedule) == most
 
 

@@ -49,8 +49,8 @@ def test_peaks_and_host_memory(index, count, degree, schedule, network):
 
 def test_units_of_zero_1_may_be_larger_than_buckets():
     parts, is_zero_1 = check(0, 2, 2, "1f1b", LARGE), stages(0, 2).zero_stage_K == 1
-    joined = (parts.resident.update_K + parts.resident.always_K).reshape(parts.unjoined_BGA.shape)
-    larger = (parts.unjoined_BGA > joined).any(axis=(1, 2))
+    joined = (parts.resident.update_K + parts.resident.always_K).reshape(parts.unjoined_SCC.shape)
+    larger = (parts.unjoined_SCC > joined).any(axis=(1, 2))
     assert larger[is_zero_1].any()
     assert not larger[~is_zero_1].any()
 

@@ -56,8 +56,8 @@ def stages(rng, layers, variants, sharding):
 
     away = [bytes_of(4) * (sharding == "away") for _ in range(2)]
     # Only behind the head another layer is the first of several.
-    for away_AK in away:
-        away_AK[1] *= (start_K == 0) & (end_K > 1)
+    for away_RK in away:
+        away_RK[1] *= (start_K == 0) & (end_K > 1)
     head_K, tail_K, rest_K = bytes_of() * (start_K == 0), bytes_of() * (end_K == layers), bytes_of()
     return StageRuns(
         sent_K=np.ones(len(each)),
@@ -70,8 +70,8 @@ def stages(rng, layers, variants, sharding):
         last_gradient_bytes_K=bytes_of(),
         together_gradient_bytes_K=rest_K / 2,
         imbalance_K=bytes_of() * bool(sharding),
-        forward_away_AK=away[0],
-        backward_away_AK=away[1],
+        forward_away_RK=away[0],
+        backward_away_RK=away[1],
         variant_K=rng.integers(0, variants, len(each)) if variants > 1 else None,
     )
 
@@ -107,9 +107,9 @@ class Walk:
         """What is kept of the units up to one."""
         return self.shared + sum(self.kept[: place + 1])
 
-    def away(self, away_AK, unit):
+    def away(self, away_RK, unit):
         where = 0 if unit == 0 else 3 if unit == self.last else 1 if unit == self.first else 2
-        return float(away_AK[where, self.k])
+        return float(away_RK[where, self.k])
 
     def peak(self, name, unit):
         own = self.row(getattr(self.loads.costs, name.format("recompute_" if self.behind[unit] else "")))[unit]
@@ -124,16 +124,16 @@ class Walk:
         return self.loads.costs.below[self.again[front] or (front == 0 and self.is_recomputed)][unit]
 
     def forward(self):
-        away_AK = self.runs.forward_away_AK
+        away_RK = self.runs.forward_away_RK
         for place, unit in enumerate(self.units):
-            yield self.alive(place - 1) + self.peak("{}forward_peak_R", unit) + self.away(away_AK, unit)
+            yield self.alive(place - 1) + self.peak("{}forward_peak_R", unit) + self.away(away_RK, unit)
 
     def backward(self, name, pending, gradients):
         """Rows of a backward: ``gradients`` are there when the head runs, and before it what is not yet made is not."""
         sharding, factor, k = self.loads.sharding, self.loads.factor, self.k
         for place, unit in reversed(list(enumerate(self.units))):
             there = gradients - sum(self.made[: place + 1]) if gradients else 0.0
-            alive = self.alive(place) + there + self.peak(name, unit) + self.away(self.runs.backward_away_AK, unit)
+            alive = self.alive(place) + there + self.peak(name, unit) + self.away(self.runs.backward_away_RK, unit)
             if sharding is not None and unit == self.units[-1]:
                 alive += pending if not sharding.is_one_unit or unit == self.last else 0.0
             elif sharding is not None and not sharding.is_one_unit:
@@ -144,13 +144,13 @@ class Walk:
             elif sharding is not None and unit in (0, self.last):
                 copied = (1 + factor) * self.row(sharding.trained_R)[unit]
                 below = gradients if unit == 0 else self.alive(place - 1)
-                yield copied + below + self.away(self.runs.backward_away_AK, unit)
+                yield copied + below + self.away(self.runs.backward_away_RK, unit)
 
     def inputs(self):
         split, waiting = self.loads.split, 0.0
         for place, unit in reversed(list(enumerate(self.units))):
             peak = (split.recompute_peak_R if self.behind[unit] else split.peak_R)[unit] + self.moved(unit)
-            yield self.alive(place) + waiting + peak + self.away(self.runs.backward_away_AK, unit)
+            yield self.alive(place) + waiting + peak + self.away(self.runs.backward_away_RK, unit)
             waiting += split.waiting_R[unit]
         yield waiting
 
@@ -201,7 +201,7 @@ def test_weights_are_made_before_any_is_reduced():
         loads, _ = network(rng, 5, 1, sharding, 1.0)
         runs = stages(rng, 5, 1, sharding)
         found, total = PassBytes(loads, runs), runs.gradient_bytes_K
-        away_K = np.maximum(runs.forward_away_AK, runs.backward_away_AK).max(axis=0)
+        away_K = np.maximum(runs.forward_away_RK, runs.backward_away_RK).max(axis=0)
         if sharding == "one unit":
             assert (found.pending() == total).all()
             assert (found.weight_backward(total / 2) >= 3 * total).all()
@@ -217,7 +217,7 @@ def test_units_by_themselves_are_the_rows_of_a_stage():
     for k in range(len(runs)):
         alone = PassBytes(loads, runs.take(np.array([k])), by_unit=True)
         count = int(runs.end_K[k] - runs.start_K[k]) + int(runs.start_K[k] == 0) + int(runs.end_K[k] == 6)
-        assert alone.count_JK.tolist() == [[1.0]] * count
+        assert alone.count_RK.tolist() == [[1.0]] * count
         for name in ("forward_rows", "backward_rows", "first_backward_rows"):
             rows = getattr(alone, name)()
             assert rows.max() == getattr(whole, name)()[:, k].max()

@@ -42,28 +42,28 @@ def test_the_most_of_all_units_is_that_of_the_stage(name, layers, checkpointed, 
     some = some if any(moved) else dataclasses.replace(some, offload=None)
     needs, found = model.needs(place, some), model.of_units(place, some)
     for kind in KINDS:
-        there_U, most_U = found[kind]
-        assert len(most_U) == layers[1] - layers[0] + (layers[0] == 0) + (layers[1] == 6)
-        assert most_U.max() == pytest.approx(float(getattr(needs, f"{kind.replace(' ', '_')}_K")[0]))
-        assert (there_U <= most_U).all()
+        there_R, most_R = found[kind]
+        assert len(most_R) == layers[1] - layers[0] + (layers[0] == 0) + (layers[1] == 6)
+        assert most_R.max() == pytest.approx(float(getattr(needs, f"{kind.replace(' ', '_')}_K")[0]))
+        assert (there_R <= most_R).all()
 
 
 def test_what_stays_is_what_earlier_units_saved():
     model, network = MODELS["unlike"], NETWORKS["unlike"]
     some = dataclasses.replace(candidates((0, 6), checkpointed=2, zero=0), offload=None)
     costs = model.costs(4)
-    there_U = model.of_units(slot(), some)["forward"][0]
+    there_R = model.of_units(slot(), some)["forward"][0]
     kept_R = np.where((np.arange(8) > 0) & (np.arange(8) < 3), costs.checkpointed_saved_R, costs.saved_R)
     # In front of a recomputed layer the head keeps what that was called with.
     kept_R[0] = costs.checkpointed_saved_R[0]
-    assert there_U == pytest.approx(np.cumsum([0.0, *kept_R[:-1]]))
-    assert network.num_layers + 2 == len(there_U)
+    assert there_R == pytest.approx(np.cumsum([0.0, *kept_R[:-1]]))
+    assert network.num_layers + 2 == len(there_R)
 
 
 def test_gradients_of_the_first_backward_appear_unit_by_unit():
     model = MODELS["unlike"]
     some = dataclasses.replace(candidates((0, 6), zero=0), offload=None)
     found = model.of_units(slot(), some)
-    made_U = found["first backward"][0] - found["backward"][0]
+    made_R = found["first backward"][0] - found["backward"][0]
     single_R = model.holdings.table.single_R
-    assert made_U == pytest.approx([single_R[unit + 1 :].sum() for unit in range(len(single_R))])
+    assert made_R == pytest.approx([single_R[unit + 1 :].sum() for unit in range(len(single_R))])

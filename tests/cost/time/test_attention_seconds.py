@@ -17,10 +17,10 @@ def microseconds(
     tensors = (2 + 2 / shared) if forward else (4 + 4 / shared)
     work = RegionWork(
         kinds=("causal_attention" if causal else "attention",),
-        of_E=np.array([0]),
-        flops_E=np.array([(4.0 if forward else 10.0) * batch * heads * length**2 * width]),
-        moved_E=np.array([tensors * size]),
-        calls_E=np.array([1.0]),
+        of_K=np.array([0]),
+        flops_K=np.array([(4.0 if forward else 10.0) * batch * heads * length**2 * width]),
+        moved_K=np.array([tensors * size]),
+        calls_K=np.array([1.0]),
         of_R=np.array([0]),
     )
     profile = catalog_profile(parse_cluster(device))

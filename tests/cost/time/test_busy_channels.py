@@ -28,14 +28,14 @@ def seconds(passes, name):
 @given(loads=st.lists(st.tuples(*[st.floats(0, 10)] * 4), min_size=1, max_size=5), slowed=st.booleans())
 @settings(max_examples=examples(30))
 def test_loads_are_done_one_after_another_and_the_last_one_with_all(loads, slowed):
-    load_HN, speeds = np.array(loads).T, speed_table(SLOWED if slowed else FREE, False)
-    ends_HN = ends_together(load_HN, speeds)
-    assert ends_HN.max(axis=0) == pytest.approx(seconds_together(load_HN, speeds))
+    loads_K, speeds = np.array(loads).T, speed_table(SLOWED if slowed else FREE, False)
+    ends_K = ends_together(loads_K, speeds)
+    assert ends_K.max(axis=0) == pytest.approx(seconds_together(loads_K, speeds))
     # Nothing is done before it could be alone, and what is nothing never is under way.
-    assert (ends_HN >= load_HN * (1 - 1e-12)).all()
-    assert (ends_HN[load_HN == 0] == 0).all()
+    assert (ends_K >= loads_K * (1 - 1e-12)).all()
+    assert (ends_K[loads_K == 0] == 0).all()
     if not slowed:
-        assert ends_HN == pytest.approx(load_HN)
+        assert ends_K == pytest.approx(loads_K)
 
 
 @pytest.mark.parametrize("layers", [(0, 4), (1, 3), (0, 1), (2, 3), (3, 4)])

@@ -41,8 +41,8 @@ def test_everything_that_is_moved_is_fetched_and_what_has_changed_is_written_bac
 
 def test_units_that_are_made_up_have_nothing_and_ends_keep_their_activations():
     found, _ = loads(candidates(activations=0.5), network())
-    assert not found.seconds_WQR[:, :, :BEFORE].any()
-    assert not found.seconds_WQR[:, :, -BEHIND:].any()
+    assert not found.seconds_by_name_JR[:, :, :BEFORE].any()
+    assert not found.seconds_by_name_JR[:, :, -BEHIND:].any()
     (saved_R,) = found["saved_out"][:, BEFORE:-BEHIND]
     assert saved_R[0] == saved_R[-1] == 0
     assert (saved_R[1:-1] > 0).all()

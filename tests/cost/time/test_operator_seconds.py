@@ -22,10 +22,10 @@ def work(*entries, regions=(0,)):
     of, kinds, flops, moved, calls = zip(*entries, strict=True)
     return RegionWork(
         kinds=kinds,
-        of_E=np.array(of),
-        flops_E=np.array(flops, dtype=float),
-        moved_E=np.array(moved, dtype=float),
-        calls_E=np.array(calls, dtype=float),
+        of_K=np.array(of),
+        flops_K=np.array(flops, dtype=float),
+        moved_K=np.array(moved, dtype=float),
+        calls_K=np.array(calls, dtype=float),
         of_R=np.array(regions),
     )
 

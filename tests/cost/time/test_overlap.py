@@ -131,11 +131,11 @@ def test_two_channels_take_what_the_larger_load_does_and_the_smaller_one_s_turns
 @given(MACHINES, st.booleans(), st.lists(st.floats(0, 10, allow_subnormal=False), min_size=8, max_size=8))
 def test_loads_take_at_least_what_their_weights_say_together_or_one_after_the_other(machine, across, numbers):
     first, then = np.array(numbers).reshape(2, len(CHANNELS), 1)
-    table, weights_CC = speed_table(machine, across), dual_weights(machine, across)
+    table, weights = speed_table(machine, across), dual_weights(machine, across)
     whole = seconds_together(first + then, table)
     parts = seconds_together(first, table) + seconds_together(then, table)
-    assert (weights_CC @ (first + then) <= np.minimum(whole, parts) * (1 + 1e-9) + 1e-12).all()
-    np.testing.assert_allclose(np.diag(weights_CC), 1.0)
+    assert (weights @ (first + then) <= np.minimum(whole, parts) * (1 + 1e-9) + 1e-12).all()
+    np.testing.assert_allclose(np.diag(weights), 1.0)
 
 
 @settings(max_examples=examples(60))
@@ -154,5 +154,5 @@ def test_a_forward_and_a_backward_take_at_least_what_a_pair_of_weights_says(mach
 
 @pytest.mark.parametrize("machine", [None, TURNS])
 def test_what_takes_turns_adds_up(machine):
-    weights_CC = dual_weights(machine, False)
-    np.testing.assert_allclose(weights_CC[[COMPUTE, TO_HOST]], 1.0)
+    weights = dual_weights(machine, False)
+    np.testing.assert_allclose(weights[[COMPUTE, TO_HOST]], 1.0)

@@ -35,13 +35,13 @@ def test_units_with_equal_loads_and_neighbours_have_one_row(checkpointed):
     some = candidates((0, 20), checkpointed=checkpointed, parameters=0.5, activations=1.0)
     found, _ = loads_of_candidates(some, uses)
     lists = RowLists.of(found, StageRegions.of(uses, some))
-    assert lists.count_JA.sum() == 22
+    assert lists.count_RJ.sum() == 22
     # Head, tail, their neighbours, one between, and as many at either end of the recomputed layers.
-    assert len(lists.row_JA) <= 6 + 4 * (0 < checkpointed < 20)
-    units = np.repeat(lists.unit_I[lists.row_JA[:, 0]], lists.count_JA[:, 0].astype(int))
+    assert len(lists.row_RJ) <= 6 + 4 * (0 < checkpointed < 20)
+    units = np.repeat(lists.unit_of_row[lists.row_RJ[:, 0]], lists.count_RJ[:, 0].astype(int))
     for unit, like in enumerate(units):
         around = slice(unit, unit + BEFORE + BEHIND + 1), slice(like, like + BEFORE + BEHIND + 1)
-        assert (found.seconds_WQR[:, :, around[0]] == found.seconds_WQR[:, :, around[1]]).all()
+        assert (found.seconds_by_name_JR[:, :, around[0]] == found.seconds_by_name_JR[:, :, around[1]]).all()
 
 
 @pytest.mark.parametrize("checkpointed", [0, 2, 6])

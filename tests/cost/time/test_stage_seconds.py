@@ -31,6 +31,6 @@ def test_every_term_counts_once_or_is_a_part_of_one_that_does():
         # One second of this term and nothing of any other.
         found = StageSeconds(**{item: np.array([float(item == name)]) for item in names})
         assert found.steady_K.tolist() == [float(name in STEADY)]
-        assert found.own_XK.tolist() == [[float(name in of - OF_OTHERS)] for of in (STEADY, BOUNDARY)]
-        assert found.exchanged_XK.tolist() == [[float(name in of & OF_OTHERS)] for of in (STEADY, BOUNDARY)]
+        assert found.own_times_K.tolist() == [[float(name in of - OF_OTHERS)] for of in (STEADY, BOUNDARY)]
+        assert found.exchanged_times_K.tolist() == [[float(name in of & OF_OTHERS)] for of in (STEADY, BOUNDARY)]
         assert found.boundary_K.tolist() == [float(name in BOUNDARY)]

@@ -33,9 +33,9 @@ TURNS = dataclasses.replace(FREE, compute_network=1.0)
 
 def asked(start, end, *, checkpointed=0, zero=3, interference=FREE, units=(*UNITS, ONE_ROW_R), one=False, **place):
     candidates, slot = candidates_of(start, end, checkpointed, zero), slot_of(data_parallel_degree=2, **place)
-    unshard_R, reduce_FR, row_R = units
-    sums = RowSums(unit_loads(COMPUTE, unshard_R, reduce_FR), interference, False)
-    beside = Beside(unshard_R=unshard_R, reduce_FR=reduce_FR, row_R=row_R, is_one_unit=one, sums=sums)
+    unshard_R, reduce_JR, row_R = units
+    sums = RowSums(unit_loads(COMPUTE, unshard_R, reduce_JR), interference, False)
+    beside = Beside(unshard_R=unshard_R, reduce_JR=reduce_JR, row_R=row_R, is_one_unit=one, sums=sums)
     return beside, slot, StageRegions.of(NETWORK, candidates), candidates.zero_stage_K
 
 
@@ -80,7 +80,7 @@ def test_a_whole_network_equals_walking_through_its_units(zero, checkpointed):
 
 def test_pieces_travel_in_one_message():
     table, hardware = Holdings(NETWORK).table, profile()
-    asked = ("all_gather", table.used_R), ("reduce_scatter", table.reduced_FR)
+    asked = ("all_gather", table.used_R), ("reduce_scatter", table.reduced_JR)
     found = unit_seconds(hardware, table, 2, 1, even=True)
     for (operation, bytes_R), even_R in zip(asked, found, strict=True):
         assert (even_R == collective_seconds(hardware, operation, 2, 1, bytes_R)).all()
@@ -199,10 +199,10 @@ def test_without_sharding_nothing_is_added(interference):
 
 def test_every_owner_of_a_unit_sends_a_message():
     table = Holdings(spec(2, parameter_bytes=40_000, edge_bytes=100_000, frozen=("wte.weight",))).table
-    unshard_R, reduce_FR = unit_seconds(profile(link=1e8, latency=1e-4), table, 2, 1)
+    unshard_R, reduce_JR = unit_seconds(profile(link=1e8, latency=1e-4), table, 2, 1)
     assert unshard_R == pytest.approx([1e-4 + 1e-3, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
     # A frozen embedding has no gradient to reduce.
-    assert reduce_FR[0] == pytest.approx([0.0, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
+    assert reduce_JR[0] == pytest.approx([0.0, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
 
 
 @pytest.mark.parametrize("interference", [None, TURNS])
@@ -219,6 +219,6 @@ def test_a_tied_gradient_is_reduced_once_in_a_stage(interference):
         held = table.uses_PR[:, high] > table.uses_PR[:, low]
         assert reduced(start, end) == pytest.approx(table.trainable_P @ held)
     # The stage that begins with the embedding reduces it there, another one in its tail.
-    assert len(table.reduced_FR) == 2
+    assert len(table.reduced_JR) == 2
     assert table.trained_R.sum() - reduced(0, 3) == pytest.approx(table.trainable_P[(table.uses_PR[:, -1] > 1)].sum())
-    assert table.trained_R.sum() > table.reduced_FR[0].sum()
+    assert table.trained_R.sum() > table.reduced_JR[0].sum()

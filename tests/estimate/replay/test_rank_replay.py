@@ -40,10 +40,10 @@ def network():
 
 def check(replay):
     """Everything is allocated before it is freed, once."""
-    alive_A = np.zeros(len(replay.bytes_A), dtype=int)
+    alive_K = np.zeros(len(replay.bytes_K), dtype=int)
     for event in replay.events_E.tolist():
-        alive_A[abs(event) - 1] += 1 if event > 0 else -1
-        assert alive_A[abs(event) - 1] in (0, 1)
+        alive_K[abs(event) - 1] += 1 if event > 0 else -1
+        assert alive_K[abs(event) - 1] in (0, 1)
 
 
 def test_two_microbatches_on_one_device_by_hand(network):

@@ -14,13 +14,13 @@ from lightning_mist.hardware.catalog import STACKS, with_stack
 
 def seconds(profile: HardwareProfile, kind: str, *, flops: float = 0.0, moved: float = 1e9, calls: int = 1) -> float:
     one = (np.array([value], dtype=float) for value in (flops, moved, calls))
-    flops_E, moved_E, calls_E = one
+    flops_K, moved_K, calls_K = one
     work = RegionWork(
         kinds=(kind,),  # type: ignore[arg-type]
-        of_E=np.array([0]),
-        flops_E=flops_E,
-        moved_E=moved_E,
-        calls_E=calls_E,
+        of_K=np.array([0]),
+        flops_K=flops_K,
+        moved_K=moved_K,
+        calls_K=calls_K,
         of_R=np.array([0]),
     )
     return float(work_seconds(profile, work, "bfloat16", "forward", launches_ahead=True, head_width=128)[0])

@@ -8,7 +8,7 @@ LABEL = Label("working_bytes", "temporary")
 def test_chunks_and_single_events_keep_their_order():
     tape = EventTape()
     first = tape.malloc(10, LABEL)
-    slots = Slots(bytes_A=np.array([1, 2]), labels=(LABEL, LABEL))
+    slots = Slots(bytes_K=np.array([1, 2]), labels=(LABEL, LABEL))
     one, two = tape.reserve(slots, 0, 0), tape.reserve(slots, 0, 1)
     tape.play(Chunk.of([1, 2, -1]), two)
     tape.free(first)
@@ -28,7 +28,7 @@ def test_chunks_and_single_events_keep_their_order():
 
 def test_a_chunk_can_be_played_in_pieces():
     chunk, whole, pieces = Chunk.of([1, 2, -1, 3]), EventTape(), EventTape()
-    slots = Slots(bytes_A=np.array([1, 2, 3]), labels=(LABEL,) * 3)
+    slots = Slots(bytes_K=np.array([1, 2, 3]), labels=(LABEL,) * 3)
     for tape in (whole, pieces):
         assert tape.reserve(slots, 0, 0) == 0
     whole.play(chunk, 0)

@@ -19,11 +19,11 @@ def shape(first, end, *, checkpointed=0, rows=2):
 def timeline(template, chunks):
     """Bytes alive after every event of some chunks."""
     events_E = np.concatenate([run.chunk.events_E for run in chunks])
-    return np.cumsum(np.sign(events_E) * template.slots.bytes_A[np.abs(events_E) - 1])
+    return np.cumsum(np.sign(events_E) * template.slots.bytes_K[np.abs(events_E) - 1])
 
 
 def bytes_of(template, slots):
-    return [int(template.slots.bytes_A[slot]) for slot in slots]
+    return [int(template.slots.bytes_K[slot]) for slot in slots]
 
 
 def test_a_whole_network_frees_what_it_allocates(network):

@@ -95,7 +95,7 @@ def test_what_is_fast_enough_stays_open(seeds):
             every = {
                 (n, length) for item in problem.slots for n, length in zip(item.devices_K, item.layers_K, strict=True)
             }
-            fixed += len(every) - (found.heads_CNL.any(axis=0) | found.tails_BQNL.any(axis=(0, 1))).sum()
+            fixed += len(every) - (found.heads_NL.any(axis=0) | found.tails_NL.any(axis=(0, 1))).sum()
     assert fixed > 0
 
 

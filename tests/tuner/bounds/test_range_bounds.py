@@ -21,63 +21,63 @@ def test_every_range_is_there_by_devices_and_layers():
     # Of 1, 2 devices; 1 with one kind of ZeRO, 2 with three; so many ways to recompute.
     wanted = [(1, layers) for layers in range(1, 4) for _ in range(layers + 1)]
     wanted += [(2, layers) for layers in range(1, 4) for _ in range(3 * (layers + 1))]
-    assert list(zip(found.devices_R, found.layers_R, strict=True)) == wanted
+    assert list(zip(found.devices_K, found.layers_K, strict=True)) == wanted
 
 
 def test_what_computes_for_too_long_is_missing():
     whole = bounds_of(spec(4))
-    fewer = bounds_of(spec(4), float(np.median((whole.forward_XR + whole.backward_XR)[1])))
+    fewer = bounds_of(spec(4), float(np.median((whole.forward_SK + whole.backward_SK)[1])))
     assert 0 < len(fewer) < len(whole)
-    assert not len(bounds_of(spec(4), 0.0).layers_R.ravel())
+    assert not len(bounds_of(spec(4), 0.0).layers_K.ravel())
 
 
 def test_the_head_and_the_tail_add_to_the_ends():
     found = bounds_of(spec(4))
-    for values_XR in (found.forward_XR, found.parameters_XR, found.gradients_XR):
-        assert (values_XR[[0, 2]] > values_XR[1]).all()
+    for values_SK in (found.forward_SK, found.parameters_SK, found.gradients_SK):
+        assert (values_SK[[0, 2]] > values_SK[1]).all()
 
 
 def test_zero_shares_state_out_but_for_what_is_at_hand():
     found = bounds_of(spec(4), checkpointing=False)
-    here = (found.devices_R == 2) & (found.layers_R == 3)
+    here = (found.devices_K == 2) & (found.layers_K == 3)
     # Under ZeRO-3 the own half of three layers, and the other half of two of them.
     parameters, gradients = [1, 1, (1.5 + 2 * 0.5) / 3], [1, 0.5, 0.5]
-    by_kind = (found.optimizer_XR, [1, 1, 1]), (found.parameters_XR, parameters), (found.gradients_XR, gradients)
-    for values_XR, wanted in by_kind:
-        np.testing.assert_allclose(values_XR[1, here] / values_XR[1, here][0], wanted)
+    by_kind = (found.optimizer_SK, [1, 1, 1]), (found.parameters_SK, parameters), (found.gradients_SK, gradients)
+    for values_SK, wanted in by_kind:
+        np.testing.assert_allclose(values_SK[1, here] / values_SK[1, here][0], wanted)
 
 
 @pytest.mark.parametrize("kinds", [(0,) * 6, (0, 1) * 3])
 def test_what_stays_is_known_of_layers_that_are_alike_only(kinds):
     found = bounds_of(spec(6, kinds=kinds, widths=(1000, 1000)), checkpointing=False, offload=OFFLOADED)
-    here = (found.devices_R == 2) & (found.layers_R == 4)
-    none, _, shared, _ = found.least_optimizer_XR[1, here]
+    here = (found.devices_K == 2) & (found.layers_K == 4)
+    none, _, shared, _ = found.least_optimizer_SK[1, here]
     if len(set(kinds)) == 1:
         # Two buffers of a layer's state, also where two ranks share four of them: one has all of some layer.
         assert (none, shared) == (2 * 2 * 40_400, 2 * 2 * 40_400)
     else:
-        assert (none, shared) == tuple(found.optimizer_XR[1, here][[0, 2]] * 2 / 4)
+        assert (none, shared) == tuple(found.optimizer_SK[1, here][[0, 2]] * 2 / 4)
 
 
 def test_a_stage_whose_layers_are_all_recomputed_needs_room_for_one_of_them():
     found = bounds_of(spec(4))
-    here = (found.devices_R == 1) & (found.layers_R == 3)
-    *plain, recomputed = found.always_XR[1, here]
+    here = (found.devices_K == 1) & (found.layers_K == 3)
+    *plain, recomputed = found.always_SK[1, here]
     assert plain == [plain[0]] * 3
     assert recomputed > plain[0]
 
 
 def test_only_the_first_stage_receives_nothing():
     found = bounds_of(spec(4))
-    assert not found.received_XR[0].any()
-    assert (found.received_XR[1:] > 0).all()
+    assert not found.received_SK[0].any()
+    assert (found.received_SK[1:] > 0).all()
 
 
 def test_gradients_that_are_dealt_out_are_under_way_beside_the_next_backward():
     network = spec(4)
     table, found = StageCostModel(network, profile(), cluster(4)).whole.holdings.table, bounds_of(network)
-    here = (found.devices_R == 2) & (found.layers_R == 3)
-    none, shared, all_shared = np.split(found.always_XR[:, here], 3, axis=1)
+    here = (found.devices_K == 2) & (found.layers_K == 3)
+    none, shared, all_shared = np.split(found.always_SK[:, here], 3, axis=1)
     assert (none[0] == none[1]).all()
     # Those of the head under a first stage, of a layer under others; beside what makes them.
     head, layer = table.trained_R[:2]
@@ -88,14 +88,14 @@ def test_gradients_that_are_dealt_out_are_under_way_beside_the_next_backward():
 
 def test_what_offloaded_gradients_are_added_to_stays():
     found = bounds_of(spec(6), checkpointing=False, offload=OFFLOADED)
-    here = (found.devices_R == 1) & (found.layers_R == 4)
+    here = (found.devices_K == 1) & (found.layers_K == 4)
     # Two buffers of a layer's, and its largest parameter's once more.
-    assert found.least_gradients_XR[1, here] == 2 * 40_400 + 40_000
-    assert found.least_parameters_XR[1, here] == 2 * 40_400
+    assert found.least_gradients_SK[1, here] == 2 * 40_400 + 40_000
+    assert found.least_parameters_SK[1, here] == 2 * 40_400
 
 
 def test_what_cannot_hide_behind_computing_is_counted():
     found = bounds_of(spec(4), checkpointing=False)
-    here = (found.devices_R == 2) & (found.layers_R == 3)
-    none, reduced, unsharded = found.exposed_XR[1, here]
+    here = (found.devices_K == 2) & (found.layers_K == 3)
+    none, reduced, unsharded = found.exposed_SK[1, here]
     assert none == 0 < reduced <= unsharded

@@ -38,7 +38,7 @@ def test_every_candidate_is_there_once_with_what_it_costs(role):
     ranges = found.ranges
     wanted = {
         (range_, slot.data_parallel_degree, kept, zero)
-        for range_, layers in enumerate(ranges.layers_W.tolist())
+        for range_, layers in enumerate(ranges.layers_K.tolist())
         for slot in found.slots
         for kept in range(layers + 1)
         for zero in ((0, 1, 2, 3) if slot.data_parallel_degree > 1 else (0,))
@@ -86,7 +86,7 @@ def test_choices_are_at_every_place_where_their_layers_occur():
     assert choices.peak_K.tolist() == [float(index) for index, each in enumerate(starts) for _ in each]
     of_K = np.repeat(index_J, [len(each) for each in starts])
     assert (choices.steady_K == found.steady_K[of_K]).all()
-    assert (choices.layers_K == found.ranges.layers_W[found.range_K[of_K]]).all()
+    assert (choices.layers_K == found.ranges.layers_K[found.range_K[of_K]]).all()
     assert (choices.zero_stage_K == found.zero_stage_K[of_K]).all()
 
 
@@ -106,7 +106,7 @@ def test_of_other_numbers_of_devices_and_layers_nothing_is_evaluated():
     among[2, 1] = among[1, 2] = True
     _, every = table()
     _, found = table(among=among)
-    layers_K = every.ranges.layers_W[every.range_K]
+    layers_K = every.ranges.layers_K[every.range_K]
     kept_K = among[every.devices_K, layers_K]
     assert 0 < kept_K.sum() < len(every)
     wanted = [item for item, is_kept in zip(described(every), kept_K, strict=True) if is_kept]

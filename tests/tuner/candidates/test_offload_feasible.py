@@ -26,9 +26,9 @@ def middle(network="alike"):
 def found_of(model, table, stages, limits, index=None):
     """What stages with some moments may offload, and their candidates; of some candidates of the table if given."""
     points = StagePoints.of(table, [Stage(moments=moments) for moments in stages], np.inf)
-    point_B = np.flatnonzero(np.ones(len(points), dtype=bool) if index is None else np.isin(points.index_P, index))
+    point_S = np.flatnonzero(np.ones(len(points), dtype=bool) if index is None else np.isin(points.index_K, index))
     found = Feasible.joined(
-        [Feasible.none(), *(block for _, block in feasible(model, GRID, [(points, point_B)], limits))]
+        [Feasible.none(), *(block for _, block in feasible(model, GRID, [(points, point_S)], limits))]
     )
     return points, found.take(np.lexsort((found.combination_J, found.point_J)))
 
@@ -45,8 +45,8 @@ def test_stages_that_share_a_table_may_offload_what_each_may_alone(blocks, monke
                 patch.setattr(offload_search, name, value)
             points, together = found_of(model, table, stages, limits, some)
         for stage, (own, alone) in enumerate(every):
-            mine_J = points.stage_P[together.point_J] == stage
-            np.testing.assert_array_equal(points.index_P[together.point_J[mine_J]], own.index_P[alone.point_J])
+            mine_J = points.stage_K[together.point_J] == stage
+            np.testing.assert_array_equal(points.index_K[together.point_J[mine_J]], own.index_K[alone.point_J])
             np.testing.assert_array_equal(together.combination_J[mine_J], alone.combination_J)
             np.testing.assert_array_equal(together.peak_J[mine_J], alone.peak_J)
         sizes.append(len(together.point_J))
@@ -58,13 +58,13 @@ def test_what_is_feasible_fits_and_has_the_peak_that_the_memory_model_says():
     model, table = middle("unlike")
     moments = device_moments(1, 3, 8)
     points, found = found_of(model, table, [moments], (550_000.0, 200_000.0))
-    shape_J = table.shape_K[points.index_P[found.point_J]]
+    shape_J = table.shape_K[points.index_K[found.point_J]]
     assert len(np.unique(shape_J)) > 1
     for shape in np.unique(shape_J).tolist():
         at_J, slot = shape_J == shape, table.slots[shape]
         offload_JO = GRID.offload_CO[found.combination_J[at_J]]
         ratios = OffloadCandidates.of_kinds(offload_JO)
-        stages = dataclasses.replace(table.candidates(points.index_P[found.point_J[at_J]]), offload=ratios)
+        stages = dataclasses.replace(table.candidates(points.index_K[found.point_J[at_J]]), offload=ratios)
         memory = model.memory(slot)
         needs = memory.needs(slot, stages)
         np.testing.assert_allclose(found.peak_J[at_J], needs.peaks(moments), rtol=1e-12)
@@ -104,7 +104,7 @@ def left_out(seed, **options):
         points = StagePoints.of(table, [Stage(moments=device_moments(index, stages, microbatches))], np.inf)
         asked = maker.model, grid, [(points, np.arange(len(points)))], (maker.memory_limit, np.inf)
         every = Feasible.joined([Feasible.none(), *(block for _, block in feasible(*asked))])
-        index_J = points.index_P[every.point_J]
+        index_J = points.index_K[every.point_J]
         seconds_J = seconds_of(maker.model, table, index_J, grid.offload_CO[every.combination_J])
         slowest = float(np.median(seconds_J)) if len(seconds_J) else 0.0
         some = Feasible.joined([Feasible.none(), *(block for _, block in feasible(*asked, slowest))])

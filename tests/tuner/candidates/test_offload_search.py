@@ -183,8 +183,8 @@ def test_a_unit_moves_no_less_with_a_larger_ratio():
     memory = model.memory(IntraStage(model, space, 10**12).slot(0, 2, 4, space.shapes(4)[0]))
     table, ratios = memory.holdings.table, np.linspace(0, 1, 101)
     used_PR = np.diff(table.uses_PR, axis=1) > 0
-    moved_XR = np.stack([(table.bytes_P * memory.states.offloaded(ratio, trained=False)) @ used_PR for ratio in ratios])
-    falls_R = (np.diff(moved_XR, axis=0) < 0).any(axis=0)
+    moved_CR = np.stack([(table.bytes_P * memory.states.offloaded(ratio, trained=False)) @ used_PR for ratio in ratios])
+    falls_R = (np.diff(moved_CR, axis=0) < 0).any(axis=0)
     # The unit that only uses the tied parameter has less to fetch; the one it belongs to has not.
     assert falls_R[-1]
     assert not falls_R[:-1].any()

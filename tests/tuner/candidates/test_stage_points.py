@@ -18,20 +18,20 @@ def test_stages_have_the_candidates_that_they_may_be():
     slowest = float(found.steady_K[len(found) // 2])
     points = StagePoints.of(found, stages, slowest)
     count = int((found.steady_K <= slowest).sum())
-    first, second = (points.index_P[points.stage_P == stage] for stage in (0, 1))
+    first, second = (points.index_K[points.stage_K == stage] for stage in (0, 1))
     assert first.tolist() == list(range(count))
-    layers_K = found.ranges.layers_W[found.range_K]
+    layers_K = found.ranges.layers_K[found.range_K]
     wanted = [index for index in range(count) if found.devices_K[index] == 2 and layers_K[index] in (1, 2)]
     assert second.tolist() == wanted
     assert wanted
-    assert (np.diff(points.stage_P) >= 0).all()
+    assert (np.diff(points.stage_K) >= 0).all()
     # Numbers of groups tell stages, runs of layers and devices apart.
     keys = [
         (stage, int(found.range_K[index]), int(found.devices_K[index]))
-        for stage, index in zip(points.stage_P.tolist(), points.index_P.tolist(), strict=True)
+        for stage, index in zip(points.stage_K.tolist(), points.index_K.tolist(), strict=True)
     ]
     assert (
-        len(set(keys)) == len(set(points.group_P.tolist())) == len(set(zip(keys, points.group_P.tolist(), strict=True)))
+        len(set(keys)) == len(set(points.group_K.tolist())) == len(set(zip(keys, points.group_K.tolist(), strict=True)))
     )
 
 
@@ -39,11 +39,11 @@ def test_peaks_are_those_of_the_moments_of_each_stage():
     found = table()
     stages = [Stage(moments=device_moments(0, count, 8)) for count in (2, 4, 6)]
     points = StagePoints.of(found, stages, np.inf)
-    peak_P = points.peaks()
+    peak_K = points.peaks()
     for place, stage in enumerate(stages):
-        at_P = points.stage_P == place
-        np.testing.assert_array_equal(peak_P[at_P], found.parts.peaks(stage.moments)[points.index_P[at_P]])
-    assert len(set(np.bincount(points.stage_P, peak_P).tolist())) == 3
+        at_P = points.stage_K == place
+        np.testing.assert_array_equal(peak_K[at_P], found.parts.peaks(stage.moments)[points.index_K[at_P]])
+    assert len(set(np.bincount(points.stage_K, peak_K).tolist())) == 3
 
 
 def test_nothing_is_asked_of_stages_that_can_be_nothing():
@@ -60,12 +60,12 @@ def test_stages_behind_count_for_what_is_unsharded_again():
     assert again_K[found.zero_stage_K == 3].any()
     moments = device_moments(0, 3, 4)
     alone, later = (StagePoints.of(found, [Stage(moments=moments, behind=count)], np.inf) for count in (0, 2))
-    np.testing.assert_array_equal(alone.steady_P, found.steady_K)
-    np.testing.assert_array_equal(alone.floor_P, found.floor_K)
-    np.testing.assert_array_equal(alone.whole_P, found.steady_K + found.boundary_K)
-    for name in ("steady_P", "floor_P", "whole_P"):
+    np.testing.assert_array_equal(alone.steady_K, found.steady_K)
+    np.testing.assert_array_equal(alone.floor_K, found.floor_K)
+    np.testing.assert_array_equal(alone.whole_K, found.steady_K + found.boundary_K)
+    for name in ("steady_K", "floor_K", "whole_K"):
         assert getattr(later, name) == pytest.approx(getattr(alone, name) + 2 * again_K)
-    assert later.later_P == pytest.approx(2 * again_K)
+    assert later.later_K == pytest.approx(2 * again_K)
 
 
 def test_what_is_of_interest_together_and_what_is_known_already():

@@ -10,11 +10,11 @@ from tests.tuner.problems import brute_force, random_problem, small_seeds
 
 def paths(arcs, node=0):
     """The choices along every way from the first node behind the last stage."""
-    for arc in np.flatnonzero(arcs.from_A == node):
-        if arcs.to_A[arc] < 0:
-            yield (int(arcs.choice_A[arc]),)
+    for arc in np.flatnonzero(arcs.from_K == node):
+        if arcs.to_K[arc] < 0:
+            yield (int(arcs.choice_K[arc]),)
         else:
-            yield from ((int(arcs.choice_A[arc]), *rest) for rest in paths(arcs, int(arcs.to_A[arc])))
+            yield from ((int(arcs.choice_K[arc]), *rest) for rest in paths(arcs, int(arcs.to_K[arc])))
 
 
 @pytest.mark.parametrize("seed", small_seeds(60))
@@ -37,6 +37,6 @@ def test_arcs_know_what_they_cost(seed):
     problem = random_problem(seed)
     arcs = arcs_of(problem)
     for stage, slot in enumerate(problem.slots):
-        at = arcs.stage_A == stage
-        assert (arcs.steady_A[at] == slot.steady_K[arcs.choice_A[at]]).all()
-        assert (arcs.boundary_A[at] == slot.boundary_K[arcs.choice_A[at]]).all()
+        at = arcs.stage_K == stage
+        assert (arcs.steady_K[at] == slot.steady_K[arcs.choice_K[at]]).all()
+        assert (arcs.boundary_K[at] == slot.boundary_K[arcs.choice_K[at]]).all()

@@ -28,8 +28,8 @@ def without_bounds(monkeypatch):
         return OpenStages(
             counts=tuple(counts),
             slowest=below / group.num_microbatches,
-            heads_CNL=np.ones((len(counts), *size), dtype=bool),
-            tails_BQNL=np.ones((max(counts) - 1, 1, *size), dtype=bool),
+            heads_NL=np.ones((len(counts), *size), dtype=bool),
+            tails_NL=np.ones((max(counts) - 1, 1, *size), dtype=bool),
         )
 
     monkeypatch.setattr(PipelineBounds, "bound", lambda *asked: 0.0)

@@ -12,7 +12,7 @@ ALIKE, UNLIKE = (0,) * 6, (0, 0, 1, 0, 1, 0)
 
 def places(ranges):
     """Every run of layers, by first layer and number."""
-    pairs = zip(ranges.starts, ranges.layers_W.tolist(), strict=True)
+    pairs = zip(ranges.starts, ranges.layers_K.tolist(), strict=True)
     return [(start, layers) for starts, layers in pairs for start in starts.tolist()]
 
 
@@ -32,7 +32,7 @@ def test_ends_of_a_pipeline_have_every_number_of_layers_that_leaves_one(classes)
 def test_middles_of_layers_that_are_alike_are_left_open():
     found = layer_ranges_of("middle", 6, ALIKE)
     assert places(found) == [(ANYWHERE, count) for count in range(1, 5)]
-    assert found.start_W.tolist() == [1] * 4  # Where one of them is looked at.
+    assert found.start_K.tolist() == [1] * 4  # Where one of them is looked at.
 
 
 def test_middles_of_unlike_layers_are_all_there_and_those_that_are_alike_together():
@@ -40,8 +40,8 @@ def test_middles_of_unlike_layers_are_all_there_and_those_that_are_alike_togethe
     wanted = [(first, end - first) for first, end in itertools.combinations(range(1, 6), 2)]
     assert sorted(places(found)) == sorted(wanted)
     for window, starts in enumerate(found.starts):
-        layers = int(found.layers_W[window])
-        assert found.start_W[window] in starts
+        layers = int(found.layers_K[window])
+        assert found.start_K[window] in starts
         # What lies before tells what is received, so it must be the same too.
         assert len({UNLIKE[start - 1 : start + layers] for start in starts.tolist()}) == 1
     assert len(found) < len(wanted)
@@ -53,7 +53,7 @@ def test_some_layer_ranges_are_taken_with_their_places():
     assert places(found.take(index)) == [
         pair for window in index.tolist() for pair in places(found.take(np.array([window])))
     ]
-    assert found.take(index).layers_W.tolist() == found.layers_W[index].tolist()
+    assert found.take(index).layers_K.tolist() == found.layers_K[index].tolist()
 
 
 def test_a_window_whose_place_is_settled():
