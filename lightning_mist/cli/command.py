@@ -124,15 +124,21 @@ class _Parser(ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse what is not known where it stands: behind a command's name it is the command that says so."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            known = [item.lstrip("-") for action in self._actions for item in action.option_strings]
-            wrong = next((item.lstrip("-").partition("=")[0] for item in rest if item.startswith("--")), "")
-            near = get_close_matches(wrong, known, n=1)
-            hint = f"; did you mean --{near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        """Refuse what is not known where it stands, and before what is missing: behind a command the command does."""
+        given = list(sys.argv[1:] if args is None else args)
+        options = given[: given.index("--")] if "--" in given else given
+        if self._subparsers is None:
+            named = [item.partition("=")[0] for item in options if re.match("--?[A-Za-z]", item)]
+            self._refuse([item for item in named if item not in self._option_string_actions])
+        found, rest = super().parse_known_args(given, namespace)
+        self._refuse(rest)
         return found, rest
+
+    def _refuse(self, unknown: Sequence[str]) -> None:
+        if unknown:
+            near = get_close_matches(unknown[0], self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
         """End the process with one line."""
@@ -169,7 +175,7 @@ def _reader(hint: Any, default: object) -> tuple[str, Callable[[str], Any]]:
             return text
         parts = [text]
         if is_several:
-            if text.strip() in ("[]", "()"):
+            if re.fullmatch(r"\s*(\[\s*\]|\(\s*\))\s*", text):
                 return ()
             parts = [part.strip() for part in re.sub(r"^\[(.*)\]$|^\((.*)\)$", r"\1\2", text.strip()).split(",")]
             parts = [re.sub(r"""^(['"])(.*)\1$""", r"\2", part) for part in parts] if make is str else parts
@@ -178,13 +184,13 @@ def _reader(hint: Any, default: object) -> tuple[str, Callable[[str], Any]]:
             raise ArgumentTypeError(f"{kind} is needed in place of {shown}")
         return tuple(map(make, parts)) if is_several else make(text)
 
-    return kind, read
+    return f"{kind}{', or several between commas' if is_several else ''}", read
 
 
 @cache
 def _parser() -> ArgumentParser:
     parser = _Parser(prog="lightning-mist", description="Plan how to train a network, and look at plans.")
-    commands = parser.add_subparsers(dest="subcommand", required=True)
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
     for name, function in _COMMANDS.items():
         words = docstring_parser.parse(function.__doc__ or "").short_description
         _add_arguments(commands.add_parser(name, help=words, description=words), function)
@@ -211,5 +217,6 @@ def _add_arguments(command: ArgumentParser, function: Callable[..., Any]) -> Non
             required = parameter.default is inspect.Parameter.empty
             default = None if required else parameter.default
             kind, read = _reader(hints[name], default)
-            said = f"{words} ({kind}; {'required' if required else f'default: {default}'})"
+            usual = "null" if default is None else repr(default) if default == "" else default
+            said = f"{words} ({kind}; {'required' if required else f'default: {usual}'})"
             command.add_argument(option, type=read, required=required, default=default, help=said)

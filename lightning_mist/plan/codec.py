@@ -14,6 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
+from uuid import uuid4
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.plan import (
@@ -93,7 +94,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file; a reader sees the old one or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)

@@ -142,7 +142,7 @@ class OffloadCandidates(ArrayRecord):
         return cls(**{f"{kind}_K": ratio_KO[:, place] for place, kind in enumerate(OFFLOAD_KINDS)})
 
     @property
-    def kept_ratios_K(self) -> FloatArray:
+    def kept_ratios(self) -> FloatArray:
         """Those of what layers keep for backward, not recomputed ones first."""
         return np.stack([self.activations_K, self.checkpoints_K], axis=1)
 

@@ -368,7 +368,7 @@ class MemoryModel:
         """
         some, part, stays = candidates, self, 0.0
         if (offload := candidates.offload) is not None:
-            ratios_J = kept_pairs(candidates, np.column_stack([offload.kept_ratios_K, offload.gradients_K]))
+            ratios_J = kept_pairs(candidates, np.column_stack([offload.kept_ratios, offload.gradients_K]))
             stays = float(staying_bytes(self, slot, candidates, ratios_J)[0])
             part = cast(MemoryModel, resident_part(self, ratios_J))
             some = replace(candidates, offload=None, variant_K=np.zeros(1, dtype=np.int64))

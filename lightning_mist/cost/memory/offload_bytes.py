@@ -80,16 +80,16 @@ def unadjusted(costs: RegionCosts) -> RegionCosts:
     return costs
 
 
-def offloaded_activations(costs: RegionCosts, kept_ratios_J: FloatArray) -> RegionCosts:
+def offloaded_activations(costs: RegionCosts, kept_ratios: FloatArray) -> RegionCosts:
     """Costs of regions whose layers have offloaded a share of what they keep, as the module's docstring says.
 
     Args:
-        kept_ratios_J: The share in each of several variants, of layers that are not recomputed and of those that are;
+        kept_ratios: The share in each of several variants, of layers that are not recomputed and of those that are;
             what is changed has a row for each.
     """
     changed: dict[str, Any] = {}
     below = list[FloatArray]()
-    for kind, way, ratio_J in (("", "", kept_ratios_J[:, 0]), ("checkpointed_", "recompute_", kept_ratios_J[:, 1])):
+    for kind, way, ratio_J in (("", "", kept_ratios[:, 0]), ("checkpointed_", "recompute_", kept_ratios[:, 1])):
         kept_R, handed_R = getattr(costs, f"{kind}saved_R"), getattr(costs, f"{kind}handed_R")
         away_JR = _moved(ratio_J[:, None], np.concatenate([handed_R[:1], kept_R[1:-1], [0.0]]))
         handed_JR = np.where(away_JR > 0, ratio_J[:, None] * handed_R, 0.0)
@@ -144,7 +144,7 @@ def resident_part(model: OffloadingModel, ratios_J: FloatArray) -> OffloadingMod
         network_ratios, network_by_variant = np.unique(ratios_J[:, -1], return_inverse=True)
         networks = [model.parted(0.0), *(model.parted(float(ratio)) for ratio in network_ratios)]
         holdings = VariantHoldings(networks, 1 + network_by_variant.reshape(-1))
-        return holdings, partial(offloaded_activations, kept_ratios_J=ratios_J[:, :-1])
+        return holdings, partial(offloaded_activations, kept_ratios=ratios_J[:, :-1])
 
     return model.variants(tuple(map(tuple, ratios_J.tolist())), build)
 
@@ -173,7 +173,7 @@ def offloaded_needs(
     """What the memory of candidates is made of that offload something beyond what they are without."""
     if not len(plain):
         return model.needs(slot, plain)
-    ratios_J, pair_K = distinct_rows(*offload.kept_ratios_K.T, offload.gradients_K)
+    ratios_J, pair_K = distinct_rows(*offload.kept_ratios.T, offload.gradients_K)
     whole, degree = model.needs(slot, plain), slot.shard_degree
 
     def shares(ratio_K: FloatArray, since: ZeroStage, *, trained: bool = True) -> Shares:

@@ -266,9 +266,9 @@ class StateShares:
         found = np.zeros((len(Shares.__slots__), len(values), len(cells)))
         stages = (rank_N // ranks,) * 2 + (rank_N[at_K] // ranks,) * 2 + (stage_J, rank_N[at_K] // ranks)
         figures = resident_CN, offloaded_CN, offloaded_CK, all_K, offloaded_CJ, offloaded_CK * is_layer_K
-        for figure, (stages_of, figures_C) in enumerate(zip(stages, figures, strict=True)):
+        for figure, (stages_of, each) in enumerate(zip(stages, figures, strict=True)):
             present_J, begin_J = np.unique(stages_of, return_index=True)
-            found[figure][:, present_J] = np.maximum.reduceat(figures_C, begin_J, axis=1) / ranks
+            found[figure][:, present_J] = np.maximum.reduceat(each, begin_J, axis=1) / ranks
         found[:2] += self._piece * (high_S - low_S) * [(shares_J > 1).any() for *_, shares_J in cells] * (found[:2] > 0)
         largest_CS, room_CS = found[2], found[5]
         found[5] = np.where((room_CS == 0) | (ranks > 1), largest_CS, np.minimum(room_CS, largest_CS))

@@ -201,7 +201,7 @@ def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
         offload.parameters_K,
         offload.gradients_K,
         offload.optimizer_K,
-        *offload.kept_ratios_K.T,
+        *offload.kept_ratios.T,
         *_parts(stages),
         *(total_K / np.maximum(trained_K, 1.0) for total_K in totals),
     )

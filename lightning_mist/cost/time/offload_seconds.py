@@ -65,7 +65,7 @@ def copy_seconds(stages: CopyStages, rates: CopyRates, interference: Interferenc
         interference: How channels slow each other down; ``None`` where they take turns.
     """
     offload, count = ratios_of(stages.candidates), len(stages.candidates)
-    offloads_K = offload.is_updated_by_units_K | (offload.kept_ratios_K > 0).any(axis=1)
+    offloads_K = offload.is_updated_by_units_K | (offload.kept_ratios > 0).any(axis=1)
     across_K = np.array([place.across_nodes for place in stages.places])[stages.place_K]
     found = CopySeconds(**{name: np.zeros(count) for name in CopySeconds.__slots__})
     found.gather_K[:] = stages.gather_K
