@@ -47,12 +47,25 @@ PLANS = {
 }
 FIRST = ("one device", "ZeRO 3", "pipeline")
 
+
+class ClearsItself(torch.optim.SGD):
+    """Lets go of every second weight's gradient in its step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel() % 16 == 0:
+                    parameter.grad = None
+
+
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
     "fused AdamW": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
     "rate in a tensor": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2), eps=1e-3, foreach=False),
     "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     "Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "clears itself": lambda groups: ClearsItself(groups, lr=1e-2, momentum=0.9),
 }
 
 
@@ -147,7 +160,7 @@ def test_curves_are_those_of_steps_taken_at_once(label):
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "clears itself"])
 @pytest.mark.parametrize("label", ["one device, all", "ZeRO 2"])
 def test_whatever_the_optimizer(label, optimizer):
     compare(PLANS[label], optimizer)
@@ -184,6 +197,20 @@ def test_gradients_that_nobody_clears_are_added_up(label, is_deferred):
     wanted = train(as_ddp(PLANS[label]), clear=now_and_then)
     with nullcontext() if is_deferred else at_once():
         found = train(PLANS[label], clear=now_and_then)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def nobody(*_):
+    pass
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+@pytest.mark.parametrize("label", tiered(PLANS, ("one device", "one device, all", "ZeRO 2", "ZeRO 3")))
+def test_gradients_that_the_step_clears_are_gone(label, is_deferred):
+    wanted = train(as_ddp(PLANS[label]), "clears itself", clear=nobody)
+    with nullcontext() if is_deferred else at_once():
+        found = train(PLANS[label], "clears itself", clear=nobody)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 

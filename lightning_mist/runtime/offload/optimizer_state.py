@@ -49,6 +49,7 @@ from lightning_mist.runtime.parameters import (
     at_work,
     make_absent,
     make_present,
+    shared_out,
 )
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
@@ -328,11 +329,14 @@ class OffloadedState:
                 stack.enter_context(self._masters.updating(whole, fetched))
             if self._even is not None:
                 stack.enter_context(self._even.shown(flats))
-            self._streams.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
+            read = [gradients.get(p, shared_out(p.grad)) for p in parameters]
+            self._streams.uses([item for item in read if item is not None], [*parameters, *views.values()])
             self._steps.of(parameters, {p: gradient for p, gradient in gradients.items() if p in set(parameters)})
             self._updated[key] = {(p, _MASTER): fetched[p] if p in moved else p.data for p in fetched}
             if self._masters is not None:
                 self._masters.updated_evenly(flats)
+        for parameter in self._steps.cleared.intersection(parameters):
+            parameter.grad = None
         if self._gradients is not None:
             self._gradients.done(key)
 
@@ -369,7 +373,7 @@ class OffloadedState:
             self._streams.wait(event)
             left[index % 2] = self._update_part(part, views, gradient, made)
             if high == parameter.numel():
-                parameter.grad = before
+                parameter.grad = None if parameter in self._steps.cleared else before
                 if made:
                     self._optimizer.state[parameter] = made
         self._left[self._buffer_of[key]] = left[(len(parts) - 1) % 2]

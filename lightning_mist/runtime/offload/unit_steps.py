@@ -37,6 +37,7 @@ class _Frozen:
     attributes: dict[str, Any]
     gradients: dict[nn.Parameter, Tensor]
     having: dict[nn.Parameter, bool]
+    stand_ins: dict[nn.Parameter, AbsentGradient]
     default_dtype: torch.dtype
 
 
@@ -62,6 +63,9 @@ class UnitSteps:
 
     Args:
         update: Takes the whole step by calls of :meth:`of`.
+
+    Attributes:
+        cleared: Parameters whose gradients the step itself has cleared.
     """
 
     def __init__(self, optimizer: Optimizer, update: Callable[[], None]) -> None:
@@ -72,6 +76,7 @@ class UnitSteps:
         self._is_inside = False
         self._whole: list[list[nn.Parameter]] | None = None
         self._frozen: _Frozen | None = None
+        self.cleared = set[nn.Parameter]()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._behind),
@@ -95,8 +100,13 @@ class UnitSteps:
             for parameter, gradient in (gradients or {}).items():
                 stack.callback(setattr, parameter, "grad", parameter.grad)
                 parameter.grad = gradient
-            if any(parameter.grad is not None for parameter in chosen):
+            if had := [parameter for parameter in chosen if parameter.grad is not None]:
                 self._step(self._optimizer)
+                self.cleared.update(parameter for parameter in had if parameter.grad is None)
+        for parameter in self.cleared & chosen:
+            parameter.grad = None
+            if self._frozen is not None and (stand_in := self._frozen.stand_ins.get(parameter)) is not None:
+                stand_in.is_gone = True
 
     def had_zeros(self, parameter: nn.Parameter) -> bool | None:
         """Whether the gradient when the step was asked for was one in host memory, cleared; None without any."""
@@ -115,12 +125,15 @@ class UnitSteps:
             {key: as_now(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
             {p: gradient for p, grad in given.items() if (gradient := shared_out(grad)) is not None},
             {p: _is_zero(gradient) is True for p, gradient in given.items()},
+            stand_ins := {},
             torch.get_default_dtype(),
         )
+        self.cleared.clear()
         for parameter, gradient in given.items():
             if type(gradient) is not AbsentGradient:
                 parameter.grad = stand_in = KeptGradient.of(parameter)
                 stand_in.piece = gradient
+            stand_ins[parameter] = parameter.grad
             parameter.grad.is_asked = True
 
     def thaw(self) -> None:
@@ -183,6 +196,7 @@ class UnitSteps:
     def _take(self) -> None:
         if self._whole is not None:
             return
+        self.cleared.clear()
         self._update()
         groups = self._optimizer.param_groups
         self._whole = [group["params"] for group in groups]

@@ -109,10 +109,11 @@ class AbsentGradient(Tensor):
         piece: What of it this rank has, where ranks share it out; None in host memory.
         is_asked: Whether a step that was asked for, and is not taken yet, needs the piece as it is.
         is_zero: Whether somebody has cleared what is in host memory.
+        is_gone: Whether the step that it was kept for has cleared it.
     """
 
     piece: Tensor | None = None
-    is_asked = is_zero = False
+    is_asked = is_zero = is_gone = False
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "AbsentGradient":
@@ -131,11 +132,15 @@ class AbsentGradient(Tensor):
                 for item in _flat(args):
                     item.clear() if isinstance(item, AbsentGradient) else item.zero_()
                 return args[0]
-            piece = next(item.piece for item in _flat(args) if isinstance(item, AbsentGradient))
-            where, way = ("in host memory", "offload.gradients") if piece is None else ("shared out", "zero_stage")
+            found = next(item for item in _flat(args) if isinstance(item, AbsentGradient))
+            where, way = "shared out over ranks", "zero_stage"
+            if found.piece is None:
+                where, way = "in host memory", "offload.gradients"
+            elif isinstance(found, KeptGradient):
+                where, way = "kept for a step that the next batch takes", "offload.optimizer"
             raise PlanError(
-                f"{name} of a gradient while its values are {where}{'' if piece is None else ' over ranks'}: read "
-                f"gradients, or clear them other than by zero_grad, under a plan with {way} = 0"
+                f"{name} of a gradient while its values are {where}: read gradients, or clear them other than by "
+                f"zero_grad, under a plan with {way} = 0"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -167,7 +172,9 @@ def shared_out(gradient: Tensor | None) -> Tensor | None:
 
 
 def given_back(gradient: Tensor | None) -> Tensor | None:
-    """A gradient that no step needs any more as it was."""
+    """A gradient that no step needs any more as it was; None if the step has cleared it."""
+    if isinstance(gradient, AbsentGradient) and gradient.is_gone:
+        return None
     return gradient.piece if type(gradient) is KeptGradient else gradient
 
 

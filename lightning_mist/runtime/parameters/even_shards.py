@@ -109,14 +109,13 @@ class FlatShard:
 
     def check(self) -> None:
         """Refuse what somebody put in place of gradients that ranks share out, or of a parameter's memory."""
-        for index in self.mine:
-            parameter = self.bucket.parameters[index]
+        for name, parameter in zip(self.flat.names, self.bucket.parameters, strict=True):
             is_known = parameter.grad is None or type(parameter.grad) is AbsentGradient
             # What is elsewhere has one number for all of its values.
             is_here = self.updated is None and any(parameter.data.stride())
             if not is_known or (is_here and not parameter.data.is_contiguous()):
                 raise PlanError(
-                    f"{'the strides' if is_known else 'the gradient'} of {self.flat.names[index]} were replaced while "
+                    f"{'the strides' if is_known else 'the gradient'} of {name} were replaced while "
                     "ranks share it out: change memory in configure_model, and gradients under zero_stage = 0"
                 )
 
@@ -141,7 +140,8 @@ class FlatShard:
                 parameter, known = self.bucket.parameters[index], self._stand_ins.get(index)
                 if known is None or known.dtype is not parameter.dtype:
                     known = self._stand_ins[index] = AbsentGradient.of(parameter)
-                known.piece, known.is_asked, parameter.grad = pieces[index], False, known
+                known.piece, known.is_asked, known.is_gone = pieces[index], False, False
+                parameter.grad = known
 
     def free_gradient(self) -> None:
         """Let go of the piece of the gradients."""

@@ -109,7 +109,8 @@ class _Shard:
             self._views = self.even.views(self.flat)
         fill = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
         one = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
-        self._nothing = [one.expand(view.shape) for view in self._views]
+        # A number of its own for each that has no dimensions: others are told from what is here by their strides.
+        self._nothing = [one.expand(view.shape) if view.ndim else one.clone() for view in self._views]
 
     def cast(self, masters: Mapping[str, Tensor]) -> None:
         """Fill the storage from masters, of which some may be elsewhere."""

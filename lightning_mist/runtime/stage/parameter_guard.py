@@ -141,8 +141,8 @@ class WrittenWeights:
         before, self._places = self._places, [parameter.data_ptr() for parameter in self._trained.values()]
         if before == self._places:
             return
-        here = [(name, p) for name, p in self._trained.items() if p.numel() and not is_hollow(p)]
-        spans = sorted((p.data_ptr(), p.nbytes, name) for name, p in here)
+        here = [(name, p) for name, p in self._trained.items() if p.numel() and all(p.stride()) and not is_hollow(p)]
+        spans = sorted((p.data_ptr(), p.nbytes, name) for name, p in here if p.is_contiguous())
         for (start, size, name), (then, _, other) in pairwise(spans):
             if then < start + size:
                 raise PlanError(

@@ -246,7 +246,7 @@ class BatchExchange:
         structure = pickle.dumps((skeleton, leaves))
         is_new = self.rank in self.owners and structure != self._structures.get(self.rank)
         # Of one length, whatever the batch: also the state of its generators, where that travels.
-        numbers = torch.tensor([seed, note, is_new]).view(torch.uint8)
+        numbers = torch.tensor([seed, note, is_new], device="cpu").view(torch.uint8)
         said = self.transport.all_gather(torch.cat([numbers, random_state]) if self.whole else numbers, self.group)
         yield said
         rows = dict(zip(self.group, said.result(), strict=True))

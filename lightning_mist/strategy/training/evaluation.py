@@ -67,7 +67,7 @@ class Evaluator:
         """
         note, count = 0 if self._guard is None else self._guard.note(), -1 if numbers is None else len(numbers)
         notice = [place, note, self._note_of_buffers(), count, numbers[0] if numbers else 0]
-        said = self._transport.all_gather(torch.tensor(notice), self._world)
+        said = self._transport.all_gather(torch.tensor(notice, device="cpu"), self._world)
         said.wait()
         places, self._notes, self._of_buffers, counts, batches = said.result().T.tolist()
         every = zip(places, counts, batches, strict=True)

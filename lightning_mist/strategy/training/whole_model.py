@@ -5,10 +5,13 @@ its class, because checkpoints store the plugin's state under that name; only it
 asks the engine. The user's optimizer updates what this rank owns, its state where the plan wants it.
 """
 
+import ast
+import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
+from textwrap import dedent
 from typing import Any
 
 import torch
@@ -187,7 +190,24 @@ def gradients_are_about_to_go(module: Any) -> bool:
     watching = [module, *trainer.callbacks]
     hooks = [getattr(type(item), "on_before_zero_grad", None) for item in watching]
     own = getattr(type(module), "optimizer_zero_grad", None)
-    return all(is_lightnings(hook) for hook in [*hooks, own])
+    return all(map(is_lightnings, hooks)) and (is_lightnings(own) or _clears_all(own))
+
+
+@cache
+def _clears_all(own: Any) -> bool:
+    """Whether all that a module's own clearing does is to let gradients go, as Lightning's documentation shows it."""
+    try:
+        (function,) = ast.parse(dedent(inspect.getsource(own))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    assert isinstance(function, ast.FunctionDef)
+    *_, name = [item.arg for item in function.args.args]
+    written = [
+        ast.unparse(item)
+        for item in function.body
+        if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
+    ]
+    return written in ([f"{name}.zero_grad()"], [f"{name}.zero_grad(set_to_none=True)"])
 
 
 class _Mixed:

@@ -264,6 +264,8 @@ class _Walk:
 
     def _bind(self, target: ast.expr, source: ast.expr) -> None:
         is_pair = isinstance(target, ast.Tuple) and len(target.elts) == 2
+        if isinstance(source, ast.Call) and ast.unparse(source.func) == "reversed" and len(source.args) == 1:
+            source = source.args[0]
         if isinstance(source, ast.Call) and is_pair and source.args and ast.unparse(source.func) == "enumerate":
             assert isinstance(target, ast.Tuple)
             target, source = target.elts[1], source.args[0]
@@ -381,8 +383,8 @@ class _Walk:
         self._plainly(node.slice)
         key: Any = node.slice.value if isinstance(node.slice, ast.Constant) else None
         if isinstance(base, Groups):
-            if not base.is_one and isinstance(key, int):
-                return Groups(is_one=True)
+            if not base.is_one:
+                return Groups(is_one=not isinstance(node.slice, ast.Slice))
             if base.is_one and isinstance(key, str) and key != "params":
                 return None
             self._reached(node, is_state=True)

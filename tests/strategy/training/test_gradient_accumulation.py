@@ -29,6 +29,17 @@ class Clears(pl.LightningModule):
         pass
 
 
+class LetsGo(pl.LightningModule):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        """As documentation shows it."""
+        optimizer.zero_grad(set_to_none=True)
+
+
+class Zeros(pl.LightningModule):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
 @pytest.mark.parametrize(
     ("options", "gone"),
     [
@@ -38,6 +49,8 @@ class Clears(pl.LightningModule):
         ({"callbacks": [Callback()]}, True),
         ({"callbacks": [Looks()]}, False),
         ({"cls": Clears}, False),
+        ({"cls": LetsGo}, True),
+        ({"cls": Zeros}, False),
     ],
 )
 def test_gradients_go_unless_someone_wants_them(options, gone):

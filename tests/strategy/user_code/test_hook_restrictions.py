@@ -482,6 +482,10 @@ class Warm(torch.optim.lr_scheduler.LRScheduler):
         if self.last_epoch >= 0:
             self.behind.step()
         super().step(epoch)
+        for index in range(len(self.base_lrs)):
+            self.optimizer.param_groups[index]["lr"] *= 1.0
+        for group in reversed(self.optimizer.param_groups):
+            group["lr"] *= 1.0
         for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self.get_lr(), strict=True)):
             group["lr"] = rate / (number + 1)
 
