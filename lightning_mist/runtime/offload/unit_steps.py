@@ -37,7 +37,7 @@ class _Frozen:
     attributes: dict[str, Any]
     gradients: dict[nn.Parameter, Tensor]
     having: dict[nn.Parameter, bool]
-    stand_ins: dict[nn.Parameter, AbsentGradient]
+    fates: dict[nn.Parameter, list[str]]
     default_dtype: torch.dtype
 
 
@@ -105,8 +105,8 @@ class UnitSteps:
                 self.cleared.update(parameter for parameter in had if parameter.grad is None)
         for parameter in self.cleared & chosen:
             parameter.grad = None
-            if self._frozen is not None and (stand_in := self._frozen.stand_ins.get(parameter)) is not None:
-                stand_in.is_gone = True
+            if self._frozen is not None:
+                self._frozen.fates.get(parameter, []).append("cleared")
 
     def had_zeros(self, parameter: nn.Parameter) -> bool | None:
         """Whether the gradient when the step was asked for was one in host memory, cleared; None without any."""
@@ -125,7 +125,7 @@ class UnitSteps:
             {key: as_now(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
             {p: gradient for p, grad in given.items() if (gradient := shared_out(grad)) is not None},
             {p: _is_zero(gradient) is True for p, gradient in given.items()},
-            stand_ins := {},
+            {p: [] for p in given},
             torch.get_default_dtype(),
         )
         self.cleared.clear()
@@ -133,8 +133,7 @@ class UnitSteps:
             if type(gradient) is not AbsentGradient:
                 parameter.grad = stand_in = KeptGradient.of(parameter)
                 stand_in.piece = gradient
-            stand_ins[parameter] = parameter.grad
-            parameter.grad.is_asked = True
+            parameter.grad.is_asked, parameter.grad.fate = True, self._frozen.fates[parameter]
 
     def thaw(self) -> None:
         """All of what was frozen is done."""

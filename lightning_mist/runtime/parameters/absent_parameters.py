@@ -7,7 +7,7 @@ torch's own, so that computing costs nothing more.
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from types import FrameType
@@ -109,11 +109,12 @@ class AbsentGradient(Tensor):
         piece: What of it this rank has, where ranks share it out; None in host memory.
         is_asked: Whether a step that was asked for, and is not taken yet, needs the piece as it is.
         is_zero: Whether somebody has cleared what is in host memory.
-        is_gone: Whether the step that it was kept for has cleared it.
+        fate: What the step that it was asked for has done to it: nothing, or cleared it.
     """
 
     piece: Tensor | None = None
-    is_asked = is_zero = is_gone = False
+    is_asked = is_zero = False
+    fate: Sequence[str] = ()
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "AbsentGradient":
@@ -173,7 +174,7 @@ def shared_out(gradient: Tensor | None) -> Tensor | None:
 
 def given_back(gradient: Tensor | None) -> Tensor | None:
     """A gradient that no step needs any more as it was; None if the step has cleared it."""
-    if isinstance(gradient, AbsentGradient) and gradient.is_gone:
+    if isinstance(gradient, AbsentGradient) and gradient.fate:
         return None
     return gradient.piece if type(gradient) is KeptGradient else gradient
 

@@ -140,7 +140,7 @@ class FlatShard:
                 parameter, known = self.bucket.parameters[index], self._stand_ins.get(index)
                 if known is None or known.dtype is not parameter.dtype:
                     known = self._stand_ins[index] = AbsentGradient.of(parameter)
-                known.piece, known.is_asked, known.is_gone = pieces[index], False, False
+                known.piece, known.is_asked, known.fate = pieces[index], False, ()
                 parameter.grad = known
 
     def free_gradient(self) -> None:
