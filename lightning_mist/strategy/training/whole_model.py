@@ -200,7 +200,8 @@ def _clears_all(own: Any) -> bool:
         (function,) = ast.parse(dedent(inspect.getsource(own))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return False
-    assert isinstance(function, ast.FunctionDef)
+    if hasattr(own, "__wrapped__") or not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return False
     *_, name = [item.arg for item in function.args.args]
     written = [
         ast.unparse(item)

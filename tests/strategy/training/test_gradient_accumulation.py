@@ -1,3 +1,4 @@
+from functools import wraps
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -35,6 +36,14 @@ class LetsGo(pl.LightningModule):
         optimizer.zero_grad(set_to_none=True)
 
 
+class Written(pl.LightningModule):
+    optimizer_zero_grad = lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad()  # noqa: E731
+
+
+class Wrapped(pl.LightningModule):
+    optimizer_zero_grad = wraps(LetsGo.optimizer_zero_grad)(lambda *_: None)
+
+
 class Zeros(pl.LightningModule):
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=False)
@@ -50,7 +59,7 @@ class Zeros(pl.LightningModule):
         ({"callbacks": [Looks()]}, False),
         ({"cls": Clears}, False),
         ({"cls": LetsGo}, True),
-        ({"cls": Zeros}, False),
+        *(({"cls": cls}, False) for cls in (Zeros, Written, Wrapped)),
     ],
 )
 def test_gradients_go_unless_someone_wants_them(options, gone):
