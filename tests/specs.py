@@ -33,6 +33,11 @@ ADAMW = OptimizerSpec(
 )
 
 
+def moved_bytes(work):
+    """Bytes that all operators of a direction read and write."""
+    return sympy.Add(*(item.moved_bytes for item in work))
+
+
 def layer(kind="Block", *, width=1000, flops=1e8, operators=20, gradients=0, fixed=0, example="block"):
     """A layer whose bytes are multiples of ``width`` per row: saves 10, hands on 1."""
     whole = lambda factor: sympy.Integer(factor) * width * b + sympy.Integer(fixed)  # noqa: E731

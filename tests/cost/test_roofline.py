@@ -9,7 +9,7 @@ from lightning_mist.cost import MemoryModel, predict, roofline
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.spec.polynomial import MICROBATCH
 from tests.cost.memory.test_memory_model import make_plan
-from tests.specs import cluster, profile, spec
+from tests.specs import cluster, moved_bytes, profile, spec
 
 MACHINE = profile(flops_per_second=1e10, bytes_per_second=1e9)
 
@@ -37,7 +37,7 @@ def test_the_roofline_is_the_longer_of_computing_and_moving():
     assert computing.roofline_seconds == pytest.approx(computing.model_flops / 1e10, rel=1e-3)
     moving = step_work(network, replace(MACHINE, memory_bytes_per_second=1.0), cluster(1), 2)
     parts = (network.head, *network.layers, network.tail)
-    moved = sum(float((part.forward_moved_bytes + part.backward_moved_bytes).subs(MICROBATCH, 2)) for part in parts)
+    moved = sum(float(moved_bytes((*part.forward_work, *part.backward_work)).subs(MICROBATCH, 2)) for part in parts)
     assert moving.roofline_seconds == pytest.approx(moved + bytes_of_update)
     shared = step_work(network, replace(MACHINE, memory_bytes_per_second=1.0), cluster(4), 2)
     assert shared.roofline_seconds == pytest.approx(moving.roofline_seconds / 4)

@@ -290,16 +290,6 @@ class LayerSpec:
         return sympy.Add(*(item.flops for item in self.backward_work))
 
     @property
-    def forward_moved_bytes(self) -> sympy.Expr:
-        """Bytes that all operators of its forward read and write."""
-        return sympy.Add(*(item.moved_bytes for item in self.forward_work))
-
-    @property
-    def backward_moved_bytes(self) -> sympy.Expr:
-        """Bytes that all operators of its backward read and write, gradients being there already."""
-        return sympy.Add(*(item.moved_bytes for item in self.backward_work))
-
-    @property
     def forward_operators(self) -> int:
         """Number of operators of its forward."""
         return sum(item.calls for item in self.forward_work)

@@ -4,6 +4,7 @@ import sympy
 from benchmarks.accuracy.published_mist_model import MistDims
 from benchmarks.accuracy.published_time import traced
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
+from tests.specs import moved_bytes
 
 # Traces modules of sizes that others published.
 pytestmark = pytest.mark.thorough
@@ -51,7 +52,7 @@ def test_gradients_are_gathered_and_added_to_a_flat_parameter(plain):
     # A float16 gradient is written, read and written by the concatenation, and added in three passes.
     (layer,) = plain.layers
     numel = 4 * H * H + 2 * H * F + 4 * H
-    of_weights = at(layer.backward_moved_bytes, 0)
+    of_weights = at(moved_bytes(layer.backward_work), 0)
     assert of_weights >= 2 * (1 + 2 + 3) * numel
     assert of_weights <= 2 * (1 + 2 + 3 + 3) * numel + 16 * 58 * H
 
@@ -59,7 +60,7 @@ def test_gradients_are_gathered_and_added_to_a_flat_parameter(plain):
 def test_a_lone_row_is_not_copied(plain):
     lone = traced(dims(), single_row=True)
     unit = 2 * 2 * T * H
-    saved = at(plain.layers[0].forward_moved_bytes, 2) - at(lone.layers[0].forward_moved_bytes, 2)
+    saved = at(moved_bytes(plain.layers[0].forward_work), 2) - at(moved_bytes(lone.layers[0].forward_work), 2)
     assert saved == 3 * 2 * unit  # three tensors read and written
     assert at(plain.layers[0].backward_flops, 2) == at(lone.layers[0].backward_flops, 2)
 

@@ -38,6 +38,7 @@ from benchmarks.accuracy.published_sharing import evenly_shared, in_collectives
 from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.model.spec import MICROBATCH, SEQUENCE
 from lightning_mist.plan import StageMethod, ZeroStage
+from tests.specs import moved_bytes
 
 RUNS, SIZES = read_runs()
 SMALL = {"hidden": 64, "ffn": 256, "layers": 2, "heads": 2, "vocabulary": 128, "bias": True, "tied": True}
@@ -217,7 +218,7 @@ def test_unfused_attention_writes_every_score():
     assert repeated.saved_bytes == fused.saved_bytes
     assert (repeated.backward_flops - layer.backward_flops).subs(at) == 4 * 3 * SMALL["hidden"] * 512**2
     dropping = unfused_attention(spec, {**SMALL, "dropout": 0.1}).layers[0]
-    assert float((dropping.forward_moved_bytes - layer.forward_moved_bytes).subs(at)) == 2.5 * scores
+    assert float((moved_bytes(dropping.forward_work) - moved_bytes(layer.forward_work)).subs(at)) == 2.5 * scores
 
 
 def test_fused_layers_keep_less_and_gather_again():

@@ -24,6 +24,7 @@ from lightning_mist.model.trace.ledger import PhaseCount
 from lightning_mist.model.trace.tracing import bases, sized
 from lightning_mist.plan import AS_IT_IS, StageMethod
 from tests import zoo
+from tests.specs import moved_bytes
 from tests.tiers import tiered
 
 WIDTH, INNER = 8, 24
@@ -114,7 +115,7 @@ def test_expressions_hold_on_real_numbers_at_sizes_that_were_not_traced(name: st
     for index, part in enumerate(parts(spec)):
         assert at(part.forward_flops, b, s) == first.forward[index].flops
         assert at(part.backward_flops, b, s) == first.backward[index].flops
-        assert at(part.forward_moved_bytes, b, s) == first.forward[index].moved_bytes
+        assert at(moved_bytes(part.forward_work), b, s) == first.forward[index].moved_bytes
         assert at(part.saved_bytes, b, s) == first.saved[index]
         assert at(part.forward_peak_bytes, b, s) == max(first.forward_peaks(index))
         assert at(part.first_backward_peak_bytes, b, s) == max(first.backward_peaks(index))
