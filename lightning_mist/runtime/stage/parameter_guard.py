@@ -142,7 +142,8 @@ class WrittenWeights:
         if before == self._places:
             return
         here = [(name, p) for name, p in self._trained.items() if p.numel() and all(p.stride()) and not is_hollow(p)]
-        spans = sorted((p.data_ptr(), p.nbytes, name) for name, p in here if p.is_contiguous())
+        # What has gaps may have others' elements in them.
+        spans = sorted((p.data_ptr(), p.nbytes, name) for name, p in here if _reach(p) == p.numel())
         for (start, size, name), (then, _, other) in pairwise(spans):
             if then < start + size:
                 raise PlanError(
@@ -286,3 +287,8 @@ def _caller() -> str:
 
 def _line() -> str:
     return user_line(("torch", "contextlib", "functools", _OURS, *_LIBRARIES))
+
+
+def _reach(tensor: Tensor) -> int:
+    """Elements from a tensor's first in memory up to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

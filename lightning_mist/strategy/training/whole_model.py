@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_mist.errors import PlanError
 from lightning_mist.leaves import on_host
@@ -190,7 +191,8 @@ def gradients_are_about_to_go(module: Any) -> bool:
     watching = [module, *trainer.callbacks]
     hooks = [getattr(type(item), "on_before_zero_grad", None) for item in watching]
     own = getattr(type(module), "optimizer_zero_grad", None)
-    return all(map(is_lightnings, hooks)) and (is_lightnings(own) or _clears_all(own))
+    torchs = all(getattr(item.zero_grad, "__func__", None) is Optimizer.zero_grad for item in trainer.optimizers)
+    return torchs and all(map(is_lightnings, hooks)) and (is_lightnings(own) or _clears_all(own))
 
 
 @cache
@@ -202,13 +204,15 @@ def _clears_all(own: Any) -> bool:
         return False
     if hasattr(own, "__wrapped__") or not isinstance(function, ast.FunctionDef) or function.decorator_list:
         return False
-    *_, name = [item.arg for item in function.args.args]
+    names = [item.arg for item in (*function.args.posonlyargs, *function.args.args)]
+    if len(names) != 4:
+        return False
     written = [
         ast.unparse(item)
         for item in function.body
         if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
     ]
-    return written in ([f"{name}.zero_grad()"], [f"{name}.zero_grad(set_to_none=True)"])
+    return written in ([f"{names[3]}.zero_grad()"], [f"{names[3]}.zero_grad(set_to_none=True)"])
 
 
 class _Mixed:

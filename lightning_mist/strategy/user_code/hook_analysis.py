@@ -383,8 +383,8 @@ class _Walk:
         self._plainly(node.slice)
         key: Any = node.slice.value if isinstance(node.slice, ast.Constant) else None
         if isinstance(base, Groups):
-            if not base.is_one:
-                return Groups(is_one=not isinstance(node.slice, ast.Slice))
+            if not base.is_one and not isinstance(node.slice, ast.Slice):
+                return Groups(is_one=True)
             if base.is_one and isinstance(key, str) and key != "params":
                 return None
             self._reached(node, is_state=True)

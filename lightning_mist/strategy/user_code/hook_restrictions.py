@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_mist.attributes import container, entries, held, is_a, of_class, stored, wrapped
@@ -229,13 +230,14 @@ def _aliases(module: Any) -> Reasons:
     """Tensors of the module's that lie in the memory of a parameter, which follow it only as long as it stays there."""
     if not isinstance(module, nn.Module):
         return
-    names = {p.untyped_storage()._cdata: name for name, p in module.named_parameters()}
+    there = [(name, p) for name, p in module.named_parameters() if p.layout is torch.strided and not is_lazy(p)]
+    names = {p.untyped_storage()._cdata: name for name, p in there}
     for place, child in module.named_modules():
         # Torch's makes the weight anew in every forward, and leaves the first one here till then.
         anew = {hook.name for hook in child._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
         for key, value in (item for item in held(child) if item[0] not in anew):
             items = [item for _, item in entries(value)] if container(value) else [value]
-            tensors = [item for item in items if is_a(item, Tensor) and not is_a(item, nn.Parameter)]
+            tensors = [item for item in items if is_a(item, Tensor) and not isinstance(item, nn.Parameter)]
             for tensor in (item for item in tensors if item.layout is torch.strided):
                 if (name := names.get(tensor.untyped_storage()._cdata)) is not None:
                     what = f"a tensor in {key} of {place or 'the module'}"

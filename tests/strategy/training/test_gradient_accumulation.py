@@ -3,15 +3,19 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mist.strategy.training.whole_model import gradients_are_about_to_go
 
 
-def module_of(cls=pl.LightningModule, *, batch_idx=0, every=1, callbacks=()):
+def module_of(cls=pl.LightningModule, *, batch_idx=0, every=1, callbacks=(), optimizer=torch.optim.SGD):
     module = cls()
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=batch_idx))
-    trainer = SimpleNamespace(fit_loop=loop, accumulate_grad_batches=every, callbacks=list(callbacks))
+    optimizers = [optimizer([torch.nn.Parameter(torch.ones(1))])]
+    trainer = SimpleNamespace(
+        fit_loop=loop, accumulate_grad_batches=every, callbacks=list(callbacks), optimizers=optimizers
+    )
     return SimpleNamespace(trainer=trainer) if cls is None else _with(module, trainer)
 
 
@@ -44,6 +48,16 @@ class Wrapped(pl.LightningModule):
     optimizer_zero_grad = wraps(LetsGo.optimizer_zero_grad)(lambda *_: None)
 
 
+class Any(pl.LightningModule):
+    def optimizer_zero_grad(self, *optimizer):
+        self.zero_grad()
+
+
+class KeepsZeros(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none=False)
+
+
 class Zeros(pl.LightningModule):
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=False)
@@ -59,7 +73,8 @@ class Zeros(pl.LightningModule):
         ({"callbacks": [Looks()]}, False),
         ({"cls": Clears}, False),
         ({"cls": LetsGo}, True),
-        *(({"cls": cls}, False) for cls in (Zeros, Written, Wrapped)),
+        *(({"cls": cls}, False) for cls in (Zeros, Written, Wrapped, Any)),
+        ({"optimizer": KeepsZeros}, False),
     ],
 )
 def test_gradients_go_unless_someone_wants_them(options, gone):
