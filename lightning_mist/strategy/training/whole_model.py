@@ -6,12 +6,11 @@ asks the engine. The user's optimizer updates what this rank owns, its state whe
 """
 
 import ast
-import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache, partial
 from hashlib import blake2b
-from textwrap import dedent
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from lightning_mist.runtime.parameters import (
     restrict_optimizer,
 )
 from lightning_mist.strategy.given_arguments import refuse_unknown
+from lightning_mist.strategy.user_code import body_of
 
 
 class OwnedOptimizer:
@@ -198,21 +198,12 @@ def gradients_are_about_to_go(module: Any) -> bool:
 @cache
 def _clears_all(own: Any) -> bool:
     """Whether all that a module's own clearing does is to let gradients go, as Lightning's documentation shows it."""
-    try:
-        (function,) = ast.parse(dedent(inspect.getsource(own))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+    if type(own) is not FunctionType or own.__code__.co_argcount != 4:
         return False
-    if hasattr(own, "__wrapped__") or not isinstance(function, ast.FunctionDef) or function.decorator_list:
-        return False
-    names = [item.arg for item in (*function.args.posonlyargs, *function.args.args)]
-    if len(names) != 4:
-        return False
-    written = [
-        ast.unparse(item)
-        for item in function.body
-        if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
-    ]
-    return written in ([f"{names[3]}.zero_grad()"], [f"{names[3]}.zero_grad(set_to_none=True)"])
+    body, name = body_of(own.__code__) or [], own.__code__.co_varnames[3]
+    is_text = [isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) for item in body]
+    written = [ast.unparse(item) for item, skipped in zip(body, is_text, strict=True) if not skipped]
+    return written in ([f"{name}.zero_grad()"], [f"{name}.zero_grad(set_to_none=True)"])
 
 
 class _Mixed:

@@ -1,6 +1,6 @@
 """What the user's hooks and callbacks can reach, and what that rules out."""
 
-from lightning_mist.strategy.user_code.hook_analysis import gradients_read_in, read_in_step
+from lightning_mist.strategy.user_code.hook_analysis import body_of, gradients_read_in, read_in_step
 from lightning_mist.strategy.user_code.hook_restrictions import (
     GRADIENTS_AWAY,
     STATE_AWAY,
