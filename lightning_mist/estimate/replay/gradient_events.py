@@ -93,23 +93,18 @@ class Gradients:
                 return
             identity = self._summed(name, [*self._waiting.pop(name, []), identity])
         if self._factor > 1:
-            self._add_up(name, identity, keeps=way or len(regions) > 1)
+            self._add_up(name, identity)
         elif name not in self.found and not self._in_buckets:
             self.found[name] = identity
         elif way or len(regions) > 1:
             self._tape.free(identity)
         self._note_final(name)
 
-    def _add_up(self, name: str, identity: int, *, keeps: bool) -> None:
-        """A gradient is cast to the type of the sum, and becomes it or is added to it.
-
-        Args:
-            keeps: Whether the gradient is there until it is freed here; else its own events free it.
-        """
+    def _add_up(self, name: str, identity: int) -> None:
+        """A gradient is cast to the type of the sum, and becomes it or is added to it."""
         size = round(self._factor * self._view.by_name[name].bytes)
         total = self._tape.malloc(size, Label("gradient_bytes", f"gradient of {name}, added up"))
-        if keeps:
-            self._tape.free(identity)
+        self._tape.free(identity)
         if name in self.found:
             self._tape.free(total)
         else:
@@ -131,7 +126,7 @@ class Gradients:
     def made(self, name: str) -> None:
         """It is added to the weight's gradient, or becomes it."""
         if self._factor > 1:
-            self._add_up(name, self._alone, keeps=True)
+            self._add_up(name, self._alone)
         elif name in self.found:
             self._tape.free(self._alone)
         else:

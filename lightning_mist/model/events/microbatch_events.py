@@ -311,13 +311,13 @@ class StageTemplate:
 
 
 def stack(
-    spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozenset(), ways: Sequence[bool] = WAYS
+    spec: ModelSpec, shape: StageShape, *, freed: frozenset[str] = frozenset(), ways: Sequence[bool] = WAYS
 ) -> StageTemplate:
     """What one microbatch does inside a stage; a :class:`PlanError` if the network was described without events.
 
-    Gradients of ``tied`` parameters are not freed in later backwards' events: they wait for the first region's.
-
     Args:
+        freed: Parameters whose gradients the walk frees, in later backwards too: they wait for the first region's, or
+            are cast before they are added.
         ways: Of which of :data:`WAYS` to say it.
     """
     found = Stack(spec, shape)
@@ -330,7 +330,7 @@ def stack(
         for part in reversed(found.parts):
             found.add(part, backward=True, first=first)
         marks[first] = (begin, len(found.born))
-    return _Laid(found, forwards, marks, tied).template()
+    return _Laid(found, forwards, marks, freed).template()
 
 
 class _Entries:
@@ -364,9 +364,9 @@ class _Entries:
 
 class _Laid:
     def __init__(
-        self, found: Stack, forwards: Sequence[int], marks: Mapping[bool, tuple[int, int]], tied: frozenset[str]
+        self, found: Stack, forwards: Sequence[int], marks: Mapping[bool, tuple[int, int]], freed: frozenset[str]
     ) -> None:
-        self._found, self._forwards, self._tied = found, forwards, tied
+        self._found, self._forwards, self._freed = found, forwards, freed
         self._forward_born = found.born[: min(low for low, _ in marks.values())]
         self._backward_born = {way: found.born[low:high] for way, (low, high) in marks.items()}
         self._left: list[Born] = []
@@ -478,7 +478,7 @@ class _Laid:
             at[item.part].add(item.allocation.born.position, item.slot, is_born=True)
             if name:
                 owned[item.slot] = name
-            if item.slot in operands or (name and (name in self._tied or way)):
+            if item.slot in operands or (name and (name in self._freed or way)):
                 continue
             if place is None:
                 ended.append(item.slot)
