@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cost.inputs.candidates import OffloadCandidates, StageCandidates, StageSlot
-from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.model import ModelSpec, trace_model
 from lightning_mist.model.sources.text_sources import open_model
 

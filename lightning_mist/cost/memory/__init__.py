@@ -3,13 +3,12 @@
 from lightning_mist.cost.memory.held_parameters import BUCKETS_IN_FLIGHT, HeldBytes, Holdings, SharedOut
 from lightning_mist.cost.memory.memory_model import (
     TERMS,
-    MemoryModel,
     StageMemory,
     device_memory,
     moments_of,
 )
 from lightning_mist.cost.memory.moments import Moment, Moments, device_moments, in_flight, moments_in_order
-from lightning_mist.cost.memory.offload_bytes import BUFFERS, LEAST_BYTES
+from lightning_mist.cost.memory.offload_bytes import BUFFERS, LEAST_BYTES, MemoryModel
 from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
 from lightning_mist.cost.memory.offload_shares import OffloadedBytes, StateShares
 from lightning_mist.cost.memory.ownership import ALIGNMENT_BYTES

@@ -21,7 +21,7 @@ Array axes
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeAlias
 
 import numpy as np
 
@@ -43,15 +43,6 @@ from lightning_mist.cost.memory.held_parameters import (
     VariantHoldings,
 )
 from lightning_mist.cost.memory.moments import Moments, device_moments
-from lightning_mist.cost.memory.offload_bytes import (
-    Adjustment,
-    Pairs,
-    kept_pairs,
-    offloaded_needs,
-    resident_part,
-    staying_bytes,
-    unadjusted,
-)
 from lightning_mist.cost.memory.offload_shares import StateShares
 from lightning_mist.cost.memory.pass_bytes import Accumulated, PassBytes, Sharding, StageRuns, UnitLoads
 from lightning_mist.cost.memory.split_backward import SplitBackward, SplitBackwardModel
@@ -79,6 +70,13 @@ MOST_VARIANTS = 16
 
 MOST_TABLES = 8
 """Working sets of variants that are kept: tables of 25 variants of 40 layers take 1 MB, and a millisecond to make."""
+
+
+Pairs: TypeAlias = tuple[tuple[float, ...], ...]
+"""Ratios of what layers keep, and of gradients."""
+
+Adjustment: TypeAlias = Callable[[RegionCosts], RegionCosts]
+"""What changes about the costs of regions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,21 +141,21 @@ def is_plain(slot: StageSlot, candidates: StageCandidates) -> BoolArray:
     return plain_K
 
 
-class MemoryModel:
-    """Peak memory of stages of one network; keeps what it has computed.
+class ResidentMemory:
+    """Peak memory of stages of one network that offload nothing; keeps what it has computed.
 
     Args:
         like: That of a network which may have the same parameters, and do something else with them: then what stages
             hold of them is worked out once for both.
     """
 
-    def __init__(self, spec: ModelSpec, like: "MemoryModel | None" = None) -> None:
+    def __init__(self, spec: ModelSpec, like: "ResidentMemory | None" = None) -> None:
         self.spec = spec
         self._at_rows = compile_regions(spec)
         self._split_backwards: dict[int, SplitBackwardModel] = {}
-        self._adjustment: Adjustment = unadjusted
+        self._adjustment: Adjustment | None = None
         self._is_variant = False
-        self._variants: dict[Pairs, MemoryModel] = {}
+        self._variants: dict[Pairs, ResidentMemory] = {}
         self._parted: dict[float, Holdings] = {}
         self._whole: Holdings
         if like is None or (like.spec.parameters, like.spec.module_map) != (spec.parameters, spec.module_map):
@@ -172,7 +170,7 @@ class MemoryModel:
         self._costs: dict[tuple[float, int], RegionCosts] = {}
         self._loads: dict[tuple[float, int, int, bool], UnitLoads] = {}
 
-    def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "MemoryModel":
+    def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "ResidentMemory":
         """Variants of the network with other parameters and changed costs of regions, built once for each key.
 
         Which of them a candidate is of is said by its ``variant_K``.
@@ -200,7 +198,8 @@ class MemoryModel:
         """What every region costs at a number of rows, on one of the devices that share the sequence."""
         key = (rows, context)
         if key not in self._costs:
-            self._costs[key] = self._adjustment(self._at_rows(rows, context))
+            costs = self._at_rows(rows, context)
+            self._costs[key] = costs if self._adjustment is None else self._adjustment(costs)
         return self._costs[key]
 
     def loads(
@@ -278,8 +277,6 @@ class MemoryModel:
 
         Of the slot only rows, degrees, batch and whether there are several stages and microbatches matter.
         """
-        if candidates.offload is not None:
-            return offloaded_needs(self, slot, replace(candidates, offload=None), candidates.offload)
         context, degree = slot.context_parallel_degree, slot.shard_degree
         costs, held = self.costs(slot.rows, context), self.holdings.of(candidates)
         shares = self.shares(candidates, degree)
@@ -357,29 +354,6 @@ class MemoryModel:
             for name, term_J in terms.items():
                 found[f"{name}_K"][index_J] = term_J
         return found
-
-    def of_units(self, slot: StageSlot, candidates: StageCandidates) -> dict[str, FloatArray]:
-        """What passes of a single stage need in each of its units: head, layers and tail.
-
-        Returns:
-            By what is computed, ``"forward"``, ``"first backward"`` and ``"backward"``, what is there of the microbatch
-            at hand, and of what is made for it, beside what the units need while they run (what earlier units left),
-            and the most while they run; axes for the two and for the units in the order of forward.
-        """
-        some, part, stays = candidates, self, 0.0
-        if (offload := candidates.offload) is not None:
-            ratios_J = kept_pairs(candidates, np.column_stack([offload.kept_ratios, offload.gradients_K]))
-            stays = float(staying_bytes(self, slot, candidates, ratios_J)[0])
-            part = cast(MemoryModel, resident_part(self, ratios_J))
-            some = replace(candidates, offload=None, variant_K=np.zeros(1, dtype=np.int64))
-        degree, zero_stage = slot.shard_degree, int(some.zero_stage_K[0])
-        runs = part.runs(some, part.holdings.of(some), degree, part.shares(some, degree))
-        loads = part.loads(slot.rows, zero_stage, degree, slot.context_parallel_degree)
-        passes = PassBytes(loads, runs, by_unit=True)
-        rows = passes.forward_rows, passes.first_backward_rows, passes.backward_rows
-        names = ("forward", "first backward", "backward")
-        each = (np.stack([of(temporaries=is_all)[:, 0] for is_all in (False, True)]) + stays for of in rows)
-        return dict(zip(names, each, strict=True))
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
         """Peak bytes of each candidate."""

@@ -38,10 +38,10 @@ Array axes
     J  variants: distinct ratios of what layers keep and of gradients
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -55,10 +55,11 @@ from lightning_mist.cost.inputs import (
     StageSlot,
     distinct_rows,
 )
-from lightning_mist.cost.memory.held_parameters import BUCKETS_IN_FLIGHT, Holdings, VariantHoldings
-from lightning_mist.cost.memory.offload_shares import Shares, StateShares
+from lightning_mist.cost.memory.held_parameters import BUCKETS_IN_FLIGHT, VariantHoldings
+from lightning_mist.cost.memory.memory_model import Adjustment, ResidentMemory
+from lightning_mist.cost.memory.offload_shares import Shares
+from lightning_mist.cost.memory.pass_bytes import PassBytes
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds, Updates
-from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
 
 BUFFERS = 2
@@ -67,17 +68,6 @@ BUFFERS = 2
 LEAST_BYTES = 64
 """Bytes of a layer's activations that are moved at least: what is moved begins in a cache line of its own. So a ratio
 of which no tensor has a whole element moves nothing, as in the runtime."""
-
-Pairs: TypeAlias = tuple[tuple[float, ...], ...]
-"""Ratios of what layers keep, and of gradients."""
-
-Adjustment: TypeAlias = Callable[[RegionCosts], RegionCosts]
-"""What changes about the costs of regions."""
-
-
-def unadjusted(costs: RegionCosts) -> RegionCosts:
-    """The costs as they are."""
-    return costs
 
 
 def offloaded_activations(costs: RegionCosts, kept_ratios: FloatArray) -> RegionCosts:
@@ -114,30 +104,7 @@ def _behind(values_JR: FloatArray, count: int) -> FloatArray:
     return np.pad(values_JR[:, :-count], ((0, 0), (count, 0)))
 
 
-class OffloadingModel(Protocol):
-    """What is asked of the memory model."""
-
-    spec: ModelSpec
-    states: StateShares
-    holdings: Holdings
-
-    def costs(self, rows: float, context: int = 1) -> RegionCosts:
-        """What every region costs at a number of rows."""
-
-    def needs(self, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
-        """What the memory of candidates is made of."""
-
-    def plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
-        """Which candidates torch's own module runs; ``None`` if none can be."""
-
-    def parted(self, ratio: float) -> Holdings:
-        """Parameters where so much of the gradients is offloaded: those of it count as not trained."""
-
-    def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "OffloadingModel":
-        """Variants with other parameters and changed costs of regions, built once for each key."""
-
-
-def resident_part(model: OffloadingModel, ratios_J: FloatArray) -> OffloadingModel:
+def resident_part(model: ResidentMemory, ratios_J: FloatArray) -> ResidentMemory:
     """The networks of what resident on the device: gradients of offloaded parameters are made and are gone."""
 
     def build() -> tuple[VariantHoldings, Adjustment]:
@@ -158,7 +125,7 @@ def kept_pairs(candidates: StageCandidates, ratios_K: FloatArray) -> FloatArray:
 
 
 def staying_bytes(
-    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios_K: FloatArray
+    model: ResidentMemory, slot: StageSlot, candidates: StageCandidates, ratios_K: FloatArray
 ) -> FloatArray:
     """Bytes of what the last recomputed layer hands on that stay, as the next layer, which keeps it, moves less."""
     costs = model.costs(slot.rows, slot.context_parallel_degree)
@@ -168,7 +135,7 @@ def staying_bytes(
 
 
 def offloaded_needs(
-    model: OffloadingModel, slot: StageSlot, plain: StageCandidates, offload: OffloadCandidates
+    model: ResidentMemory, slot: StageSlot, plain: StageCandidates, offload: OffloadCandidates
 ) -> StageNeeds:
     """What the memory of candidates is made of that offload something beyond what they are without."""
     if not len(plain):
@@ -214,7 +181,7 @@ def _plain_unless(found: StageNeeds, whole: StageNeeds, moves_K: BoolArray) -> S
 
 
 def resident_needs(
-    model: OffloadingModel,
+    model: ResidentMemory,
     slot: StageSlot,
     plain: StageCandidates,
     whole: StageNeeds,
@@ -261,7 +228,7 @@ def resident_needs(
 
 
 def unjoined(
-    model: OffloadingModel, slot: StageSlot, plain: StageCandidates, update: Updates, by_units: BoolArray | bool = True
+    model: ResidentMemory, slot: StageSlot, plain: StageCandidates, update: Updates, by_units: BoolArray | bool = True
 ) -> Updates:
     """What comes after the last backward where ZeRO-1 has even pieces of units, which may be larger than buckets."""
     held, degree = model.holdings.of(plain), slot.shard_degree
@@ -274,7 +241,7 @@ def unjoined(
     )
 
 
-def parameter_buffers(model: OffloadingModel, slot: StageSlot, plain: StageCandidates) -> tuple[FloatArray, FloatArray]:
+def parameter_buffers(model: ResidentMemory, slot: StageSlot, plain: StageCandidates) -> tuple[FloatArray, FloatArray]:
     """How many buffers of a unit's offloaded parameters there are in passes, and how many more in the update.
 
     In passes pieces arrive where units are gathered, whose bytes are counted anyhow.
@@ -285,7 +252,7 @@ def parameter_buffers(model: OffloadingModel, slot: StageSlot, plain: StageCandi
 
 
 def _with_states(
-    model: OffloadingModel,
+    model: ResidentMemory,
     buffers: tuple[FloatArray, FloatArray],
     resident: StageNeeds,
     parameters: Shares,
@@ -313,7 +280,7 @@ def _with_states(
 
 
 def step_bytes(
-    model: OffloadingModel, optimizer: Shares, largest_K: FloatArray, by_units_K: BoolArray | bool
+    model: ResidentMemory, optimizer: Shares, largest_K: FloatArray, by_units_K: BoolArray | bool
 ) -> FloatArray:
     """Temporaries of the optimizer's step: of the largest unit where it runs unit by unit, else of all parameters."""
     spec = model.spec.optimizer
@@ -329,3 +296,37 @@ def step_bytes(
 def adds_in_host(slot: StageSlot) -> bool:
     """Whether offloaded gradients add up in host memory, also those that other ranks will have under ZeRO-1."""
     return slot.num_microbatches > 1
+
+
+class MemoryModel(ResidentMemory):
+    """Peak memory of stages of one network, with what they offload."""
+
+    def needs(self, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
+        """Everything that the candidates' memory is made of, as of :class:`ResidentMemory`."""
+        if candidates.offload is None:
+            return super().needs(slot, candidates)
+        return offloaded_needs(self, slot, replace(candidates, offload=None), candidates.offload)
+
+    def of_units(self, slot: StageSlot, candidates: StageCandidates) -> dict[str, FloatArray]:
+        """What passes of a single stage need in each of its units: head, layers and tail.
+
+        Returns:
+            By what is computed, ``"forward"``, ``"first backward"`` and ``"backward"``, what is there of the microbatch
+            at hand, and of what is made for it, beside what the units need while they run (what earlier units left),
+            and the most while they run; axes for the two and for the units in the order of forward.
+        """
+        some, stays = candidates, 0.0
+        part: ResidentMemory = self
+        if (offload := candidates.offload) is not None:
+            ratios_J = kept_pairs(candidates, np.column_stack([offload.kept_ratios, offload.gradients_K]))
+            stays = float(staying_bytes(self, slot, candidates, ratios_J)[0])
+            part = resident_part(self, ratios_J)
+            some = replace(candidates, offload=None, variant_K=np.zeros(1, dtype=np.int64))
+        degree, zero_stage = slot.shard_degree, int(some.zero_stage_K[0])
+        runs = part.runs(some, part.holdings.of(some), degree, part.shares(some, degree))
+        loads = part.loads(slot.rows, zero_stage, degree, slot.context_parallel_degree)
+        passes = PassBytes(loads, runs, by_unit=True)
+        rows = passes.forward_rows, passes.first_backward_rows, passes.backward_rows
+        names = ("forward", "first backward", "backward")
+        each = (np.stack([of(temporaries=is_all)[:, 0] for is_all in (False, True)]) + stays for of in rows)
+        return dict(zip(names, each, strict=True))

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.inputs import FloatArray, IntArray, StageCandidates, StageSlot
+from lightning_mist.cost.memory.memory_model import ResidentMemory
 from lightning_mist.cost.memory.moments import Moments, in_flight
 from lightning_mist.cost.memory.offload_bytes import (
     BUFFERS,
-    OffloadingModel,
     adds_in_host,
     parameter_buffers,
     resident_needs,
@@ -83,7 +83,7 @@ class OffloadParts:
     unjoined_SCC: FloatArray
 
     @classmethod
-    def of(cls, model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> "OffloadParts":
+    def of(cls, model: ResidentMemory, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> "OffloadParts":
         """Those of the stages of one slot, which come without ratios."""
         count, spec = len(candidates), model.spec.optimizer
         state, factor = spec.state_bytes_per_parameter_byte, spec.gradient_bytes_per_parameter_byte

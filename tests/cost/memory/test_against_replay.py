@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from lightning_mist.cost import stage_memory
-from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.memory.split_backward import SplitBackwardModel
 from lightning_mist.estimate.replay import replay_group
 from lightning_mist.model.events import stack

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.memory.pass_bytes import Accumulated, PassBytes, Sharding, StageRuns, UnitLoads
 from lightning_mist.cost.memory.split_backward import SplitBackward
 from tests.specs import spec

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.memory.split_backward import SplitBackwardModel
 from lightning_mist.model import trace_model
 from tests import zoo

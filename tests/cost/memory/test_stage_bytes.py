@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.inputs.candidates import slots_of
-from lightning_mist.cost.memory.memory_model import MemoryModel, device_memory
+from lightning_mist.cost.memory import MemoryModel, device_memory
 from lightning_mist.cost.memory.moments import COUNTED, Moment, device_moments
 from lightning_mist.cost.memory.stage_bytes import PeakParts, StageNeeds, need_terms, needs_of, parts_of, terms_at
 from lightning_mist.errors import PlanError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageSlot
-from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time.optimizer_step import ADDITION, OPERATORS_PER_PARAMETER, PASS, update_seconds
 from tests.specs import ADAMW, cluster, profile, spec
 
