@@ -8,8 +8,7 @@ from lightning_mist.cost.memory.memory_model import (
     moments_of,
 )
 from lightning_mist.cost.memory.moments import Moment, Moments, device_moments, in_flight, moments_in_order
-from lightning_mist.cost.memory.offload_bytes import BUFFERS, LEAST_BYTES, MemoryModel
-from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
+from lightning_mist.cost.memory.offload_bytes import BUFFERS, LEAST_BYTES, MemoryModel, OffloadParts, Ratios
 from lightning_mist.cost.memory.offload_shares import OffloadedBytes, StateShares
 from lightning_mist.cost.memory.ownership import ALIGNMENT_BYTES
 from lightning_mist.cost.memory.stage_bytes import (

@@ -9,7 +9,7 @@ import pytest
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.moments import device_moments
-from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
+from lightning_mist.cost.memory.offload_bytes import OffloadParts, Ratios
 from tests.specs import spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)
