@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -18,6 +17,9 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, Predicted, PredictedStage
+
+PLANS = 128
+"""Plans whose terms are kept; those of long pipelines take dozens of kilobytes each."""
 
 
 def predict(spec: ModelSpec, profile: Profiles, cluster: AnyCluster, plan: Plan) -> Predicted:
@@ -37,12 +39,15 @@ def predict_with(model: CostModel, plan: Plan) -> Predicted:
 
 def predictions(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
     """As :func:`predict_with`, of several plans in less time."""
-    return model.predicted.of_all([_bare(plan) for plan in plans], partial(_predict, model))
+    terms = _terms(model, plans)
+    closed = iter(seconds_of_stages(model, [stage for plan in plans for stage in slots_of(plan, model.cluster)]))
+    found = zip(plans, terms, plans_needs(model.memory, plans), strict=True)
+    return [_predicted(model, plan, own, memory, [next(closed) for _ in own]) for plan, own, memory in found]
 
 
 def seconds_with(model: CostModel, plan: Plan) -> float:
     """Seconds of one step of a plan, the same that :func:`predict_with` predicts, and nothing else."""
-    return model.clocked.of(_bare(plan), partial(_clocked, model))
+    return clock_seconds(plan, _terms(model, [plan])[0], rules_of(model.cluster, model.spec.precision))
 
 
 def least_seconds(model: CostModel, plans: Sequence[Plan]) -> list[float]:
@@ -76,31 +81,19 @@ def _units(model: CostModel, slot: StageSlot, candidates: StageCandidates) -> It
         yield f"bytes.{name}", tuple(np.stack([seconds_R[units], *bytes_by_kind_R], axis=1).reshape(-1).tolist())
 
 
-def _clocked(model: CostModel, plan: Plan) -> float:
-    return clock_seconds(plan, _terms(model, [plan])[0], rules_of(model.cluster, model.spec.precision))
-
-
 def _terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
-    """Seconds of every stage of some plans by term, cached for the plans asked for last."""
-    return model.terms.of_all([_bare(plan) for plan in plans], partial(_find_terms, model))
-
-
-def _bare(plan: Plan) -> Plan:
-    """A plan without its prediction."""
-    return plan if plan.predicted is None else replace(plan, predicted=None)
-
-
-def _find_terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
-    for plan in plans:
+    """Seconds of every stage of some plans by term, kept for the plans asked for last."""
+    bare = [plan if plan.predicted is None else replace(plan, predicted=None) for plan in plans]
+    known, new = model.terms, [plan for plan in dict.fromkeys(bare) if plan not in model.terms]
+    for plan in new:
         _check(model, plan)
-    return terms_of_plans(model, plans)
-
-
-def _predict(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
-    terms = _terms(model, plans)
-    closed = iter(seconds_of_stages(model, [stage for plan in plans for stage in slots_of(plan, model.cluster)]))
-    found = zip(plans, terms, plans_needs(model.memory, plans), strict=True)
-    return [_predicted(model, plan, own, memory, [next(closed) for _ in own]) for plan, own, memory in found]
+    known.update(zip(new, terms_of_plans(model, new), strict=True))
+    for plan in bare:
+        known[plan] = known.pop(plan)  # what was asked for last comes last
+    found = [known[plan] for plan in bare]
+    for plan in list(known)[:-PLANS]:
+        del known[plan]
+    return found
 
 
 def _predicted(
@@ -111,7 +104,7 @@ def _predicted(
     closed: Sequence[StageSeconds],
 ) -> Predicted:
     rules = rules_of(model.cluster, model.spec.precision)
-    times = step_times(plan, terms, rules, seconds_with(model, plan))
+    times = step_times(plan, terms, rules)
     stages = [
         PredictedStage(
             steady_seconds=float(found.steady_K[0]),

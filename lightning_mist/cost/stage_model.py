@@ -29,7 +29,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from lightning_mist.cost.inputs import PLANS, BoundedCache, FloatArray, Placed, StageCandidates, StageRegions, StageSlot
+from lightning_mist.cost.inputs import FloatArray, Placed, StageCandidates, StageRegions, StageSlot
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time import (
     EXCHANGED,
@@ -69,7 +69,7 @@ from lightning_mist.cost.time import (
 )
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import AS_IT_IS, Plan, Predicted, StageMethod, ZeroStage
+from lightning_mist.plan import AS_IT_IS, Plan, StageMethod, ZeroStage
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
@@ -97,12 +97,14 @@ def _cached(known: dict[_Key, _Value], key: _Key, find: Callable[[], _Value]) ->
 
 
 class PlanCosts(ABC):
-    """What the cost models of alike and of unlike devices have in common, predictions of whole plans among it."""
+    """What the cost models of alike and of unlike devices have in common.
+
+    Attributes:
+        terms: Seconds of every stage by term of the plans that were asked about last.
+    """
 
     def __init__(self) -> None:
-        self.predicted: BoundedCache[Plan, Predicted] = BoundedCache()
-        self.clocked: BoundedCache[Plan, float] = BoundedCache()
-        self.terms: BoundedCache[Plan, list[dict[str, float]]] = BoundedCache(PLANS)
+        self.terms: dict[Plan, list[dict[str, float]]] = {}
 
     @abstractmethod
     def memory(self, slot: StageSlot) -> MemoryModel:

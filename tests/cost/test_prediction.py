@@ -2,7 +2,15 @@ import dataclasses
 
 import pytest
 
-from lightning_mist.cost import predict, stage_memory, step_seconds
+from lightning_mist.cost import (
+    StageCostModel,
+    predict,
+    predict_with,
+    prediction,
+    seconds_with,
+    stage_memory,
+    step_seconds,
+)
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import StepOverheads
 from lightning_mist.plan import OffloadRatios, StageMesh, from_json, to_json
@@ -18,6 +26,34 @@ NETWORK = spec(6, tied=True, measured=True)
 
 def predicted(plan, **kwargs):
     return predict(NETWORK, profile(), cluster(plan.world_size, **kwargs), plan)
+
+
+PLAN = make_plan([2, 4], degree=2, microbatches=4, rows=2, zero=1, checkpointed=1)
+
+
+def test_what_a_model_remembers_is_what_a_new_one_finds():
+    model = StageCostModel(NETWORK, profile(), cluster(PLAN.world_size))
+    first = predict_with(model, PLAN)
+    assert predict_with(model, dataclasses.replace(PLAN, predicted=first)) == first
+    assert first == predict(NETWORK, profile(), cluster(PLAN.world_size), PLAN)
+
+
+def test_plans_asked_about_together_are_those_asked_about_alone(monkeypatch):
+    plans = [dataclasses.replace(PLAN, schedule=name) for name in ("1f1b", "gpipe", "zb-h1", "gpipe")]
+    alone = [predicted(plan) for plan in plans]
+    for kept in (1, 2, 4):
+        monkeypatch.setattr(prediction, "PLANS", kept)
+        model = StageCostModel(NETWORK, profile(), cluster(PLAN.world_size))
+        for some in (plans[:1], plans[:0], plans, plans[::-1]):
+            assert prediction.predictions(model, some) == [alone[plans.index(plan)] for plan in some]
+            assert len(model.terms) <= kept
+
+
+def test_the_seconds_of_a_plan_are_those_of_its_prediction():
+    model = StageCostModel(NETWORK, profile(), cluster(PLAN.world_size))
+    for name in ("1f1b", "gpipe", "zb-h1"):
+        plan = dataclasses.replace(PLAN, schedule=name)
+        assert seconds_with(model, plan) == predict_with(model, plan).step_seconds
 
 
 def test_terms_add_up():

@@ -1,7 +1,6 @@
 """What the cost model is asked about: candidates as arrays, where ranks lie, networks in numbers."""
 
 from lightning_mist.cost.inputs.arrays import ArrayRecord, distinct, distinct_codes, distinct_rows, prefix_sums
-from lightning_mist.cost.inputs.bounded_cache import PLANS, BoundedCache
 from lightning_mist.cost.inputs.candidates import (
     OffloadCandidates,
     Placed,
