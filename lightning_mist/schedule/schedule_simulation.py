@@ -13,9 +13,8 @@ and ``G >= S``, and less than under 1F1B whenever ``W`` takes any time. ``V`` ch
 each, take ``(G V + P - 1) t`` under interleaved 1F1B.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
@@ -31,7 +30,7 @@ from lightning_mist.schedule.action import (
 )
 from lightning_mist.schedule.chrome_trace import Span
 from lightning_mist.schedule.lowering import lower
-from lightning_mist.schedule.program import Program, are_again, program_of_lists
+from lightning_mist.schedule.program import Program, program_of_lists
 from lightning_mist.schedule.program_clock import Epilogue, EpilogueTimes, StepRules, Times, finish, run
 from lightning_mist.schedule.seconds import ActionSeconds, crossing_seconds, plan_seconds, predicted_terms, slot_seconds
 from lightning_mist.schedule.validation import check
@@ -109,12 +108,21 @@ def simulate(
     rules = rules or StepRules()
     program, crossings = program_of_lists(schedule), crossing_seconds(activation_seconds, gradient_seconds)
     sending = crossing_seconds(sent_activation_seconds, sent_gradient_seconds)
-    seconds = _Durations(stages, crossings, sending, schedule)
-    times = run(program, slot_seconds(stages), crossings, rules, sending_seconds=sending)
-    present = {action.kind for actions in schedule for action in actions}
-    epilogues = [seconds.epilogue(group, actions) for group, actions in enumerate(schedule)]
-    end = finish(program, times, epilogues, rules, is_tied=ActionKind.REDUCE_TIED in present)
-    spans = tuple(_spans(group, actions, program, times, end, seconds) for group, actions in enumerate(schedule))
+    slots = slot_seconds(stages)
+    seconds = [
+        _durations(actions, (slots[slot] for slot, *_ in line), crossings, sending, stage.epilogue)
+        for actions, line, stage in zip(schedule, program.lines, stages, strict=False)
+    ]
+    times = run(program, slots, crossings, rules, sending_seconds=sending)
+    epilogues = [
+        Epilogue(**{_ONCE[action.kind]: takes for action, takes in zip(*each, strict=True) if action.kind in _ONCE})
+        for each in zip(schedule, seconds, strict=True)
+    ]
+    is_tied = any(action.kind is ActionKind.REDUCE_TIED for actions in schedule for action in actions)
+    end = finish(program, times, epilogues, rules, is_tied=is_tied)
+    spans = tuple(
+        _spans(group, *each, program, times, end) for group, each in enumerate(zip(schedule, seconds, strict=True))
+    )
     return _summary(spans)
 
 
@@ -151,51 +159,40 @@ def simulate_plan(plan: Plan) -> Simulation:
     )
 
 
-class _Durations:
-    """Seconds of every action; refuses those that are no times."""
+_ONCE = {
+    ActionKind.REDUCE_GRADIENTS: "reduce",
+    ActionKind.REDUCE_TIED: "tied",
+    ActionKind.OPTIMIZER_STEP: "step",
+    ActionKind.GATHER_PARAMETERS: "gather",
+}
+"""What happens once per batch, by its names in :class:`~lightning_mist.schedule.program_clock.Epilogue`."""
 
-    def __init__(
-        self,
-        stages: Sequence[ActionSeconds],
-        receiving: Sequence[float],
-        sending: Sequence[float],
-        schedule: Schedule,
-    ) -> None:
-        self._stages, self._receiving, self._sending = stages, receiving, sending
-        self._again: set[Action] = set()
-        for actions in schedule:
-            own = [action for action in actions if action.kind in COMPUTATIONS]
-            self._again.update(compress(own, are_again((action.stage, action.kind) for action in own)))
-        for action in (action for actions in schedule for action in actions):
-            duration = self.of(action)
-            if not 0.0 <= duration < float("inf"):
-                raise ValueError(f"{action} takes {duration} seconds: times are finite and not negative")
 
-    def of(self, action: Action) -> float:
-        """Seconds of an action."""
-        stage = self._stages[action.stage]
+def _durations(
+    actions: Sequence[Action],
+    slots: Iterable[float],
+    receiving: Sequence[float],
+    sending: Sequence[float],
+    once: Epilogue,
+) -> list[float]:
+    """Seconds of every action of a group; refuses those that are no times.
+
+    Args:
+        slots: Seconds of its computations, in order.
+        receiving: Seconds of one message of every crossing; and those of sending it.
+    """
+    computing, found = iter(slots), list[float]()
+    for action in actions:
         if action.kind in COMPUTATIONS:
-            return stage.of(action.kind, is_first=action.microbatch == 0, is_again=action in self._again)
-        if action.kind in SENDS:
-            return self._sending[_crossing(action)]
-        if action.kind in RECEIVES:
-            return self._receiving[_crossing(action)]
-        return {
-            ActionKind.REDUCE_GRADIENTS: stage.reduce,
-            ActionKind.REDUCE_TIED: stage.reduce_tied,
-            ActionKind.OPTIMIZER_STEP: stage.step,
-            ActionKind.GATHER_PARAMETERS: stage.gather,
-        }.get(action.kind, 0.0)
-
-    def epilogue(self, group: int, actions: Sequence[Action]) -> Epilogue:
-        """What a group's list has of what happens once per batch."""
-        found = {action.kind: self.of(action) for action in actions if action.microbatch is None}
-        return Epilogue(
-            reduce=found.get(ActionKind.REDUCE_GRADIENTS, 0.0),
-            tied=found.get(ActionKind.REDUCE_TIED, 0.0),
-            step=found.get(ActionKind.OPTIMIZER_STEP, 0.0),
-            gather=found.get(ActionKind.GATHER_PARAMETERS, 0.0),
-        )
+            duration = next(computing)
+        elif action.kind in _ONCE:
+            duration = getattr(once, _ONCE[action.kind])
+        else:
+            duration = (sending if action.kind in SENDS else receiving)[_crossing(action)]
+        if not 0.0 <= duration < float("inf"):
+            raise ValueError(f"{action} takes {duration} seconds: times are finite and not negative")
+        found.append(duration)
+    return found
 
 
 def _crossing(action: Action) -> int:
@@ -210,27 +207,24 @@ def _crossing(action: Action) -> int:
 
 
 def _spans(
-    group: int, actions: Sequence[Action], program: Program, times: Times, end: EpilogueTimes, seconds: _Durations
+    group: int, actions: Sequence[Action], seconds: Sequence[float], program: Program, times: Times, end: EpilogueTimes
 ) -> tuple[Span, ...]:
     """Start and end of every action of a group."""
     starts = iter(times.starts[group])
     passed = [0] * len(program.links), [0] * len(program.links)
     link_of = {crossing: link for link, crossings in enumerate(program.links) for crossing in crossings}
-    once = {
-        ActionKind.REDUCE_GRADIENTS: (end.reduce[group], None),
-        ActionKind.REDUCE_TIED: (end.tied, end.tied_seconds),
-        ActionKind.OPTIMIZER_STEP: (end.step[group], None),
-        ActionKind.GATHER_PARAMETERS: (end.gather[group], None),
-    }
+    once = {"reduce": end.reduce[group], "tied": end.tied, "step": end.step[group], "gather": end.gather[group]}
     result = []
-    for action in actions:
+    for action, takes in zip(actions, seconds, strict=True):
         if action.kind in SENDS or action.kind in RECEIVES:
             count, link = passed[action.kind in SENDS], link_of[_crossing(action)]
             number, count[link] = count[link], count[link] + 1
             result.append(Span(group, action, times.departures[link][number], times.arrivals[link][number]))
             continue
-        start, takes = (next(starts), None) if action.kind in COMPUTATIONS else once[action.kind]
-        result.append(Span(group, action, start, start + (seconds.of(action) if takes is None else takes)))
+        start = next(starts) if action.kind in COMPUTATIONS else once[_ONCE[action.kind]]
+        # All groups sum tied gradients for as long as the one that takes longest.
+        lasts = end.tied_seconds if action.kind is ActionKind.REDUCE_TIED else takes
+        result.append(Span(group, action, start, start + lasts))
     return tuple(result)
 
 
