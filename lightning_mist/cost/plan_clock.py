@@ -26,7 +26,7 @@ from lightning_mist.cost.time import TOLD, StageSeconds
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan
 from lightning_mist.schedule import ActionKind, StepRules
-from lightning_mist.schedule.program import program_of
+from lightning_mist.schedule.lowering import program_of
 from lightning_mist.schedule.program_clock import finish, run
 from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
 

@@ -11,7 +11,7 @@ from lightning_mist.plan import Plan
 from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.schedule import ActionKind, Simulation, Span, simulate_plan
 from lightning_mist.schedule.action import SENDS, Action
-from lightning_mist.schedule.program import are_again
+from lightning_mist.schedule.lowering import are_again
 from lightning_mist.units import format_seconds
 
 BarKind = Literal[

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import Transfers, UpdateAfter
-from lightning_mist.schedule.program import Program
+from lightning_mist.schedule.lowering import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

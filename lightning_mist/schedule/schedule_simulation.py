@@ -29,8 +29,7 @@ from lightning_mist.schedule.action import (
     num_stages_of,
 )
 from lightning_mist.schedule.chrome_trace import Span
-from lightning_mist.schedule.lowering import lower
-from lightning_mist.schedule.program import Program, program_of_lists
+from lightning_mist.schedule.lowering import Program, lower, program_of_lists
 from lightning_mist.schedule.program_clock import Epilogue, EpilogueTimes, StepRules, Times, finish, run
 from lightning_mist.schedule.seconds import ActionSeconds, crossing_seconds, plan_seconds, predicted_terms, slot_seconds
 from lightning_mist.schedule.validation import check

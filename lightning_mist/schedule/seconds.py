@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule.action import ActionKind
-from lightning_mist.schedule.program import KINDS, PLACES, program_of
+from lightning_mist.schedule.lowering import KINDS, PLACES, program_of
 from lightning_mist.schedule.program_clock import Epilogue
 
 
@@ -48,7 +48,7 @@ class ActionSeconds:
         return Epilogue(reduce=self.reduce, tied=self.reduce_tied, step=self.step, gather=self.gather)
 
     def of(self, kind: ActionKind, *, is_first: bool = False, is_again: bool = False) -> float:
-        """Seconds of a computation; see :func:`~lightning_mist.schedule.program.slot_of`."""
+        """Seconds of a computation; see :func:`~lightning_mist.schedule.lowering.slot_of`."""
         if kind is ActionKind.FORWARD:
             if is_first and self.first_forward is not None:
                 return self.first_forward
@@ -66,7 +66,7 @@ class ActionSeconds:
 
 
 def slot_seconds(stages: Sequence[ActionSeconds]) -> list[float]:
-    """Seconds of the computations of every slot of a program; see :func:`~lightning_mist.schedule.program.slot_of`."""
+    """Seconds of the computations of every slot of a program; see :func:`~lightning_mist.schedule.lowering.slot_of`."""
     every = product(stages, KINDS, (False, True), (False, True))
     return [stage.of(kind, is_first=is_first, is_again=is_again) for stage, kind, is_again, is_first in every]
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_mist.cost import step_seconds, step_seconds_of
 from lightning_mist.schedule import ActionSeconds, StepRules, generate, simulate
-from lightning_mist.schedule.program import program_of
+from lightning_mist.schedule.lowering import program_of
 from lightning_mist.schedule.program_clock import finish, run
 from lightning_mist.schedule.seconds import crossing_seconds, slot_seconds
 

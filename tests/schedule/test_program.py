@@ -3,8 +3,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.schedule import generate
 from lightning_mist.schedule.action import ActionKind
-from lightning_mist.schedule.lowering import add_transfers
-from lightning_mist.schedule.program import KINDS, PLACES, program_of, program_of_lists, slot_of
+from lightning_mist.schedule.lowering import KINDS, PLACES, add_transfers, program_of, program_of_lists, slot_of
 from tests.schedule.text import parse
 
 shapes = st.one_of(

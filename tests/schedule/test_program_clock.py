@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.errors import ScheduleError
 from lightning_mist.schedule import ActionSeconds, StepRules, generate, simulate
-from lightning_mist.schedule.lowering import add_transfers, add_update
-from lightning_mist.schedule.program import Program, program_of
+from lightning_mist.schedule.lowering import Program, add_transfers, add_update, program_of
 from lightning_mist.schedule.program_clock import Epilogue, finish, run
 from lightning_mist.schedule.seconds import crossing_seconds, slot_seconds
 from tests.schedule.test_program import shapes, sizes

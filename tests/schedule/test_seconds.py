@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.schedule import ActionKind, ActionSeconds, generate
-from lightning_mist.schedule.program import KINDS, are_again, slot_of
+from lightning_mist.schedule.lowering import KINDS, are_again, slot_of
 from lightning_mist.schedule.seconds import crossing_seconds, plan_seconds, slot_seconds
 
 STAGE = ActionSeconds(

@@ -14,8 +14,8 @@ from lightning_mist.cost.time.pass_seconds import RowSums
 from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds
 from lightning_mist.cost.time.zero_seconds import Beside, shared_seconds
 from lightning_mist.schedule import ActionKind, ActionSeconds
+from lightning_mist.schedule.lowering import are_again
 from lightning_mist.schedule.orders import generate
-from lightning_mist.schedule.program import are_again
 from lightning_mist.schedule.stage_program import StageUnits, lines_of
 from tests.specs import candidates_of, profile, slot_of, spec
 
