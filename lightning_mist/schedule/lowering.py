@@ -59,16 +59,30 @@ def lower_forwards(plan: Plan) -> Schedule:
 
 def add_transfers(schedule: Schedule) -> Schedule:
     """Insert ``RECV_F``, ``SEND_F``, ``RECV_B`` and ``SEND_B`` around the computations of every group."""
-    last = num_stages_of(schedule) - 1
-    sends = tuple(tuple(_sends_behind(action, last) for action in actions) for actions in schedule)
-    result, arriving = [], _arriving(sends)
-    for group, actions in enumerate(schedule):
-        receives = _receives_before(actions, arriving[group])
+    orders = [tuple((item.stage, item.kind, item.microbatch or 0) for item in actions) for actions in schedule]
+    microbatches = 1 + max((microbatch for order in orders for *_, microbatch in order), default=0)
+    links = _Links(orders, num_stages_of(schedule), microbatches)
+    result = []
+    for group, (order, actions) in enumerate(zip(orders, schedule, strict=True)):
+        placed: list[list[tuple[int, Action]]] = [[] for _ in actions]
+        for position, needed, link, number in _lowered_receives(links, group, order):
+            placed[position].append((needed, _received(*links.order[link][number])))
         line: list[Action] = []
-        for position, action in enumerate(actions):
-            line += [*receives[position], action, *sends[group][position]]
+        for receives, action in zip(placed, actions, strict=True):
+            line += [*(receive for _, receive in sorted(receives, key=lambda item: item[0])), action]
+            if links.parts[action.stage][action.kind].sent >= 0:
+                is_forward = action.kind is ActionKind.FORWARD
+                kind = ActionKind.SEND_ACTIVATION if is_forward else ActionKind.SEND_GRADIENT
+                line.append(Action(action.stage, kind, action.microbatch))
         result.append(tuple(line))
     return tuple(result)
+
+
+def _received(crossing: int, microbatch: int) -> Action:
+    """The receive of what crosses a boundary."""
+    boundary, is_gradient = divmod(crossing, 2)
+    kind = ActionKind.RECV_GRADIENT if is_gradient else ActionKind.RECV_ACTIVATION
+    return Action(boundary + 1 - is_gradient, kind, microbatch)
 
 
 def add_update(schedule: Schedule, *, tied: bool, gathers: Sequence[bool]) -> Schedule:
@@ -106,44 +120,6 @@ def posting_positions(used: Sequence[int], earliest: Sequence[int]) -> list[int]
     ahead = [*accumulate(reversed(wanted), min)][::-1]
     ready = accumulate(earliest, max)
     return [min(max(position, first), last) for position, first, last in zip(ahead, ready, used, strict=True)]
-
-
-def _sends_behind(action: Action, last: int) -> tuple[Action, ...]:
-    """What is sent right after a computation."""
-    if action.kind is ActionKind.FORWARD and action.stage < last:
-        return (Action(action.stage, ActionKind.SEND_ACTIVATION, action.microbatch),)
-    if action.kind in INPUT_BACKWARDS and action.stage > 0:
-        return (Action(action.stage, ActionKind.SEND_GRADIENT, action.microbatch),)
-    return ()
-
-
-def _arriving(sends: tuple[tuple[tuple[Action, ...], ...], ...]) -> list[list[list[Action]]]:
-    """For each group, what it receives from each other group in the order in which that is sent."""
-    result: list[dict[int, list[Action]]] = [{} for _ in sends]
-    for source, posted in enumerate(sends):
-        for receive in (receive_of(send) for after in posted for send in after):
-            result[receive.stage % len(sends)].setdefault(source, []).append(receive)
-    return [list(found.values()) for found in result]
-
-
-def _receives_before(actions: Sequence[Action], arriving: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """The receives to post before each computation of a group."""
-    consumer = consumers(actions)
-    forwards = {action: position for position, action in enumerate(actions) if action.kind is ActionKind.FORWARD}
-    placed: list[list[tuple[int, Action]]] = [[] for _ in actions]
-    for received in arriving:
-        order = [receive for receive in received if receive in consumer]
-        earliest = [
-            forwards.get(Action(receive.stage, ActionKind.FORWARD, receive.microbatch), -1) + 1
-            if receive.kind is ActionKind.RECV_GRADIENT
-            else 0
-            for receive in order
-        ]
-        used = [consumer[receive] for receive in order]
-        needed = accumulate(used, max)
-        for receive, position, key in zip(order, posting_positions(used, earliest), needed, strict=True):
-            placed[position].append((key, receive))
-    return [[receive for _, receive in sorted(line, key=lambda item: item[0])] for line in placed]
 
 
 def arrived_sends(schedule: Schedule) -> tuple[dict[Action, tuple[Action, ...]], ...]:
@@ -381,7 +357,10 @@ def _build(
     lines, first = [], []
     for group, order in enumerate(orders):
         posts: list[tuple[int, ...]] = [()] * (len(order) + 1)
-        received = _lowered_receives(links, group, order) if places is None else _given_receives(links, places[group])
+        if places is None:
+            received = [(position, link) for position, _, link, _ in _lowered_receives(links, group, order)]
+        else:
+            received = _given_receives(links, places[group])
         for position, link in received:
             posts[position] += (2 * link,)
         lines.append(_line(links, order, posts))
@@ -420,8 +399,12 @@ def _given_receives(links: _Links, places: Sequence[tuple[int, Action]]) -> list
     return found
 
 
-def _lowered_receives(links: _Links, group: int, order: Order) -> list[tuple[int, int]]:
-    """Position and link of the receives of a group as lowering places them."""
+def _lowered_receives(links: _Links, group: int, order: Order) -> Iterator[tuple[int, int, int, int]]:
+    """The receives of a group as lowering places them.
+
+    Yields:
+        Before which of its computations, up to which of them it is needed, its link, and which message of that.
+    """
     consumer: dict[int, dict[int, int]] = {}
     forward: dict[int, dict[int, int]] = {}
     for position, (stage, kind, microbatch) in enumerate(order):
@@ -430,7 +413,6 @@ def _lowered_receives(links: _Links, group: int, order: Order) -> list[tuple[int
         needed = links.parts[stage][kind].needed
         if needed >= 0:
             consumer.setdefault(needed, {})[microbatch] = position
-    found = []
     for (_, receiver), link in links.numbers.items():
         if receiver != group:
             continue
@@ -438,5 +420,5 @@ def _lowered_receives(links: _Links, group: int, order: Order) -> list[tuple[int
         used = [consumer[crossing][index] for crossing, index in messages]
         # The gradient of a microbatch comes back to the stage before the boundary, behind its own forward there.
         earliest = [forward[crossing // 2][index] + 1 if crossing % 2 else 0 for crossing, index in messages]
-        found += [(position, link) for position in posting_positions(used, earliest)]
-    return found
+        placed = zip(posting_positions(used, earliest), accumulate(used, max), strict=True)
+        yield from ((position, needed, link, number) for number, (position, needed) in enumerate(placed))
