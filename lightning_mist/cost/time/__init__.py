@@ -30,7 +30,7 @@ from lightning_mist.cost.time.overlap import (
     interference_of,
     weights_of_passes,
 )
-from lightning_mist.cost.time.pass_seconds import PassKind, RowSums
+from lightning_mist.cost.time.pass_seconds import UNSHARDED, Beside, PassKind, RowSums, shared_seconds
 from lightning_mist.cost.time.region_times import (
     RegionSeconds,
     collective_seconds,
@@ -45,4 +45,3 @@ from lightning_mist.cost.time.stage_seconds import (
     corrected_regions,
     corrected_terms,
 )
-from lightning_mist.cost.time.zero_seconds import UNSHARDED, Beside, shared_seconds

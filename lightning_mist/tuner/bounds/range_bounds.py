@@ -282,7 +282,7 @@ class _Arranged:
         return np.array([back, arrival + back, arrival])
 
     def _exposed(self, zero_stage: int) -> FloatArray:
-        """What communication takes beyond computing (:mod:`lightning_mist.cost.time.zero_seconds`); axes ``SK``.
+        """What communication takes beyond computing (:mod:`lightning_mist.cost.time.pass_seconds`); axes ``SK``.
 
         Behind the first unit's backward nothing hides its reduction. Beside the backward of any but the last unit that
         above is reduced; beside that of any but the outermost two the one below is unsharded too.

@@ -10,9 +10,8 @@ from lightning_mist.cost.memory.held_parameters import Holdings
 from lightning_mist.cost.time.communication import unit_seconds
 from lightning_mist.cost.time.offload_loads import unit_loads
 from lightning_mist.cost.time.overlap import FREE
-from lightning_mist.cost.time.pass_seconds import RowSums
+from lightning_mist.cost.time.pass_seconds import Beside, RowSums, shared_seconds
 from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds
-from lightning_mist.cost.time.zero_seconds import Beside, shared_seconds
 from lightning_mist.schedule import ActionKind, ActionSeconds
 from lightning_mist.schedule.lowering import are_again
 from lightning_mist.schedule.orders import generate
