@@ -3,7 +3,7 @@
 Steady time ``t`` of a stage: forward and backward of one microbatch, one more forward of every recomputed layer, and
 the transfers that it waits for (:mod:`lightning_mist.cost.time.communication`); from ZeRO-2 on also the reduction of
 its gradients, under ZeRO-3 the unsharding of its parameters (:mod:`lightning_mist.cost.time.pass_seconds`), with
-context parallelism the exchange of keys and values (:mod:`lightning_mist.cost.time.context_exchange`), with offload the
+context parallelism the exchange of keys and values (:mod:`lightning_mist.cost.time.communication`), with offload the
 copies from and to the host (:mod:`lightning_mist.cost.time.offload_seconds`), each as far as it does not hide in
 computation; what the runtime's own Python takes, where that was measured. A pipeline with as many microbatches in
 flight as it has stages passes one of them around the loop of all stages in ``sum t_i`` and two transfers per boundary,

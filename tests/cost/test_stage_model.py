@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.time.operator_seconds import compute_rate
 from lightning_mist.cost.time.optimizer_step import PASS
+from lightning_mist.cost.time.region_times import compute_rate
 from lightning_mist.plan.sharding import BUCKET_BYTES
 from tests.specs import candidates_of as one
 from tests.specs import cluster, profile, slot_of, spec, with_splits

@@ -1,23 +1,22 @@
 """Seconds of stages: computing, communicating, copying, updating, and all of them at once."""
 
-from lightning_mist.cost.time.busy_channels import ChannelRows, channel_rows
 from lightning_mist.cost.time.communication import (
     EXCHANGED,
     SeamEnd,
     bucketed_seconds,
+    context_seconds,
     cut_key,
     cut_seconds,
     of_cuts,
     reductions,
     replicate_seconds,
     shard_nodes,
+    stage_context_seconds,
     tied_seconds,
     unit_seconds,
 )
-from lightning_mist.cost.time.context_exchange import context_seconds, stage_context_seconds
 from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages, unit_loads
-from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
-from lightning_mist.cost.time.operator_seconds import compute_dtype, compute_rate
+from lightning_mist.cost.time.offload_seconds import ChannelRows, CopySeconds, channel_rows, copy_seconds
 from lightning_mist.cost.time.optimizer_step import step_seconds_once, update_seconds
 from lightning_mist.cost.time.overlap import (
     COMPUTE,
@@ -34,6 +33,8 @@ from lightning_mist.cost.time.pass_seconds import UNSHARDED, Beside, PassKind, R
 from lightning_mist.cost.time.region_times import (
     RegionSeconds,
     collective_seconds,
+    compute_dtype,
+    compute_rate,
     region_seconds,
     split_seconds,
 )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.inputs import RegionWork
-from lightning_mist.cost.time.operator_seconds import operator_seconds
+from lightning_mist.cost.time.region_times import operator_seconds
 from lightning_mist.hardware import catalog_profile, parse_cluster
 
 

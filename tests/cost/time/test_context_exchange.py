@@ -5,7 +5,7 @@ import pytest
 from lightning_mist.cost import MemoryModel, StageCostModel
 from lightning_mist.cost.inputs import key_value_bytes
 from lightning_mist.cost.inputs.regions import KEY_VALUE_STATES
-from lightning_mist.cost.time.context_exchange import context_nodes, context_seconds
+from lightning_mist.cost.time.communication import context_nodes, context_seconds
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.model_spec import OperatorCost
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE

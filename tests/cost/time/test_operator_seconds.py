@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.inputs.regions import RegionWork
-from lightning_mist.cost.time.operator_seconds import (
+from lightning_mist.cost.time.region_times import (
     byte_rate,
     compute_dtype,
     compute_rate,

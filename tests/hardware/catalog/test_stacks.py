@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.inputs import RegionWork
-from lightning_mist.cost.time.operator_seconds import work_seconds
+from lightning_mist.cost.time.region_times import work_seconds
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import HardwareProfile, catalog_profile, parse_cluster
 from lightning_mist.hardware.catalog import STACKS, with_stack
