@@ -11,7 +11,7 @@ from lightning_mist.plan import Plan
 from lightning_mist.plan.plan_tables import stages_named
 from lightning_mist.report.timeline import LEAST_IDLE, BarKind, Lane, Timeline, timeline_of
 from lightning_mist.schedule import simulate_plan
-from lightning_mist.schedule.critical_path import CriticalPath, critical_path
+from lightning_mist.schedule.schedule_simulation import CriticalPath, critical_path
 from lightning_mist.units import format_seconds
 
 KINDS: dict[BarKind, str] = {

@@ -1,8 +1,8 @@
 import pytest
 
 from lightning_mist.schedule import ActionSeconds, StepRules, generate, simulate
-from lightning_mist.schedule.critical_path import critical_path
 from lightning_mist.schedule.lowering import add_transfers, add_update
+from lightning_mist.schedule.schedule_simulation import critical_path
 
 
 def run(seconds, *, microbatches=4, schedule="1f1b", crossing=0.0, rules=None, groups=None):

@@ -10,10 +10,10 @@ from lightning_mist.cost.inputs.candidates import (
     slots_of,
 )
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray, compile_expressions
-from lightning_mist.cost.inputs.parameter_table import ParameterTable
 from lightning_mist.cost.inputs.placement import StageCrossing
 from lightning_mist.cost.inputs.regions import (
     Collectives,
+    ParameterTable,
     RegionCosts,
     RegionWork,
     StageRegions,

@@ -1,6 +1,12 @@
 """Bytes of stages: held, saved, in flight, working, offloaded."""
 
-from lightning_mist.cost.memory.held_parameters import BUCKETS_IN_FLIGHT, HeldBytes, Holdings, SharedOut
+from lightning_mist.cost.memory.held_parameters import (
+    ALIGNMENT_BYTES,
+    BUCKETS_IN_FLIGHT,
+    HeldBytes,
+    Holdings,
+    SharedOut,
+)
 from lightning_mist.cost.memory.memory_model import (
     TERMS,
     StageMemory,
@@ -10,7 +16,6 @@ from lightning_mist.cost.memory.memory_model import (
 from lightning_mist.cost.memory.moments import Moment, Moments, device_moments, in_flight, moments_in_order
 from lightning_mist.cost.memory.offload_bytes import BUFFERS, LEAST_BYTES, MemoryModel, OffloadParts, Ratios
 from lightning_mist.cost.memory.offload_shares import OffloadedBytes, StateShares
-from lightning_mist.cost.memory.ownership import ALIGNMENT_BYTES
 from lightning_mist.cost.memory.stage_bytes import (
     Bytes,
     NeedTerms,

@@ -30,8 +30,7 @@ from lightning_mist.cost.inputs import (
     distinct,
     distinct_rows,
 )
-from lightning_mist.cost.memory.held_parameters import ByRange, Holdings
-from lightning_mist.cost.memory.ownership import padded
+from lightning_mist.cost.memory.held_parameters import ByRange, Holdings, padded
 from lightning_mist.plan.mesh import itemsize
 from lightning_mist.plan.sharding import moved_of_unit
 from lightning_mist.schedule.flats import ALIGNMENT

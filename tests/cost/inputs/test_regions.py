@@ -3,8 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost.inputs.parameter_table import ParameterTable
-from lightning_mist.cost.inputs.regions import compile_regions, covered, parameter_regions, regions_of
+from lightning_mist.cost.inputs.regions import ParameterTable, compile_regions, covered, parameter_regions, regions_of
 from tests.specs import spec
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates
-from lightning_mist.cost.inputs.parameter_table import ParameterTable
-from lightning_mist.cost.inputs.regions import covered
+from lightning_mist.cost.inputs.regions import ParameterTable, covered
+from lightning_mist.cost.memory.held_parameters import PIECE_BYTES
 from lightning_mist.cost.memory.offload_shares import offloaded_parameters
-from lightning_mist.cost.memory.ownership import PIECE_BYTES
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from lightning_mist.schedule.flats import stage_flats

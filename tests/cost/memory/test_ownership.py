@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.inputs.parameter_table import ParameterTable
-from lightning_mist.cost.memory.ownership import PIECE_BYTES, Owners, owners_of
+from lightning_mist.cost.inputs.regions import ParameterTable
+from lightning_mist.cost.memory.held_parameters import PIECE_BYTES, Owners, owners_of
 from lightning_mist.plan.sharding import assign_owners
 from lightning_mist.schedule.flats import stage_flats
 from tests.integration.parity import make_plan
