@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster
@@ -149,7 +149,7 @@ def _placements(
     receiving = _crowding({receiver for _, receiver in every}, places, nodes)
     crossings = [
         StageCrossing(
-            **_shares(_Degrees.of(meshes[stage], replicas), _Degrees.of(meshes[stage + 1], replicas))._asdict(),
+            **_shares(_Degrees.of(meshes[stage], replicas), _Degrees.of(meshes[stage + 1], replicas)),
             across=bool(across[stage]),
             sharing=sharing[parts[stage]],
             receiving=receiving[parts[stage + 1]],
@@ -176,24 +176,6 @@ def _placements(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What a device has of a microbatch of its replica."""
-
-    tensor_index: int
-    rows: Piece
-    sequence: Piece
-
-
-class _Shares(NamedTuple):
-    """The most that one device sends and receives in one microbatch, as parts of a replica's and as messages."""
-
-    sent: float
-    received: float
-    sent_messages: int
-    received_messages: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Degrees:
     """How the devices of a replica share what it computes."""
@@ -209,8 +191,8 @@ class _Degrees:
         return cls(mesh.data_parallel_degree // replicas, tensor, context, mesh.sequence_parallel)
 
 
-def _parts(degrees: _Degrees) -> list[_Part]:
-    """What the devices of a replica have; it is the same in all replicas."""
+def _parts(degrees: _Degrees) -> list[tuple[int, Piece, Piece]]:
+    """What the devices of a replica have of a microbatch: tensor-parallel index, rows and sequence."""
     tensor, context, per_replica = degrees.tensor, degrees.context, degrees.data
     pieces = tensor if degrees.sequence else 1
     found = []
@@ -218,7 +200,7 @@ def _parts(degrees: _Degrees) -> list[_Part]:
         others, tensor_index = divmod(place, tensor)
         row, context_index = divmod(others, context)
         piece = context_index * pieces + tensor_index % pieces
-        found.append(_Part(tensor_index=tensor_index, rows=(row, per_replica), sequence=(piece, context * pieces)))
+        found.append((tensor_index, (row, per_replica), (piece, context * pieces)))
     return found
 
 
@@ -238,30 +220,30 @@ def _pairs(before: _Degrees, after: _Degrees) -> tuple[tuple[int, int, Fraction]
     """Places of senders and receivers in a replica, and what passes between them in one microbatch."""
     senders, found = _parts(before), []
     whole = _pieces(before) * _pieces(after)
-    for place, receiver in enumerate(_parts(after)):
-        for other, sender in enumerate(senders):
-            if not before.sequence and sender.tensor_index != receiver.tensor_index % before.tensor:
+    for place, (index, rows, sequence) in enumerate(_parts(after)):
+        for other, (own_index, own_rows, own_sequence) in enumerate(senders):
+            if not before.sequence and own_index != index % before.tensor:
                 continue
-            shared = _common(sender.rows, receiver.rows) * _common(sender.sequence, receiver.sequence)
+            shared = _common(own_rows, rows) * _common(own_sequence, sequence)
             if shared:
                 found.append((other, place, Fraction(shared, whole)))
     return tuple(found)
 
 
 @lru_cache(maxsize=256)
-def _shares(before: _Degrees, after: _Degrees) -> _Shares:
-    """The most that one device moves, which is the same in all replicas."""
+def _shares(before: _Degrees, after: _Degrees) -> Mapping[str, Any]:
+    """The most that one device moves, by its names in :class:`StageCrossing`; it is the same in all replicas."""
     sent, received = ({}, {})  # type: tuple[dict[int, Fraction], dict[int, Fraction]]
     pairs = _pairs(before, after)
     for sender, receiver, part in pairs:
         sent[sender] = sent.get(sender, Fraction(0)) + part
         received[receiver] = received.get(receiver, Fraction(0)) + part
-    return _Shares(
-        sent=float(max(sent.values())),
-        received=float(max(received.values())),
-        sent_messages=max(Counter(sender for sender, _, _ in pairs).values()),
-        received_messages=max(Counter(receiver for _, receiver, _ in pairs).values()),
-    )
+    return {
+        "sent": float(max(sent.values())),
+        "received": float(max(received.values())),
+        "sent_messages": max(Counter(sender for sender, _, _ in pairs).values()),
+        "received_messages": max(Counter(receiver for _, receiver, _ in pairs).values()),
+    }
 
 
 def _across(
