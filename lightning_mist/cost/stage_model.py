@@ -61,7 +61,6 @@ from lightning_mist.cost.time import (
     shard_nodes,
     shared_seconds,
     split_seconds,
-    stage_context_seconds,
     tied_seconds,
     unit_loads,
     unit_seconds,
@@ -339,8 +338,8 @@ class StageCostModel(PlanCosts):
         """What sharing rows adds to one forward, and to one microbatch."""
         if slot.context_parallel_degree == 1:
             return (np.zeros(len(regions)),) * 2
-        added = context_seconds(*self._machine, slot, self.memory(slot), compute)
-        return stage_context_seconds(added, regions)
+        forward_R, backward_R = context_seconds(*self._machine, slot, self.memory(slot), compute)
+        return regions.sums(forward_R), regions.sums(forward_R + backward_R) + regions.recomputed_sums(forward_R)
 
     def _copies(self, stages: Sequence[CopyStages]) -> list[CopySeconds | None]:
         """What copies between device and host do; ``None`` where nothing may be offloaded."""

@@ -379,25 +379,22 @@ class Holdings:
 
     def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
         """What the fullest rank of devices that run several stages has, their parameters dealt out together."""
-        ranges = [(int(low_J[0]), int(high_J[0])) for low_J, high_J, _ in map(self._ranges, stages)]
-        return self.owners.together(ranges, ranks)
+        return self.owners.together([self._range(candidates) for candidates in stages], ranks)
 
     def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
         """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters."""
         uses = self.table.uses_PR
         count_P = np.zeros(len(uses), dtype=np.int64)
         for candidates in stages:
-            low_J, high_J, _ = self._ranges(candidates)
-            count_P += uses[:, high_J[0]] > uses[:, low_J[0]]
+            low, high = self._range(candidates)
+            count_P += uses[:, high] > uses[:, low]
         extra_P = np.maximum(count_P - 1, 0)
         return float(self.table.bytes_P @ extra_P), float(self.table.trainable_P @ extra_P)
 
-    def _ranges(self, candidates: StageCandidates) -> tuple[IntArray, IntArray, IntArray]:
-        """Distinct ranges of regions, and which of them each candidate has."""
+    def _range(self, candidates: StageCandidates) -> tuple[int, int]:
+        """The range of regions of candidates that have the same layers."""
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        width = self.table.uses_PR.shape[1]
-        code_J, inverse_K = distinct_codes(low_K * width + high_K, width * width)
-        return code_J // width, code_J % width, inverse_K
+        return int(low_K[0]), int(high_K[0])
 
 
 Ranges: TypeAlias = Callable[[int, IntArray, IntArray], FloatArray]

@@ -131,16 +131,6 @@ def moments_of(slot: StageSlot) -> Moments:
     return device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
 
 
-def is_plain(slot: StageSlot, candidates: StageCandidates) -> BoolArray:
-    """Which candidates are what torch's ``DistributedDataParallel`` does, which then runs them.
-
-    Its buckets are made with the module and hold all gradients from one step to the next.
-    """
-    whole = slot.num_stages == 1 and slot.num_microbatches == 1 and slot.context_parallel_degree == 1
-    plain_K: BoolArray = (candidates.zero_stage_K == 0) & slot.method.keeps_all(candidates.checkpointed_K) & whole
-    return plain_K
-
-
 class ResidentMemory:
     """Peak memory of stages of one network that offload nothing; keeps what it has computed.
 
@@ -315,10 +305,15 @@ class ResidentMemory:
         return slot.batches_held * self.costs(slot.batch_rows, slot.context_parallel_degree).batch_bytes
 
     def plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
-        """Which candidates torch's own module runs; ``None`` if none can be."""
+        """Which candidates torch's ``DistributedDataParallel`` runs, as they are what it does; ``None`` if none can be.
+
+        Its buckets are made with the module and hold all gradients from one step to the next.
+        """
         if self._is_variant or self.spec.master_weights or slot.num_stages > 1 or slot.num_microbatches > 1:
             return None
-        return is_plain(slot, candidates)
+        keeps_K = slot.method.keeps_all(candidates.checkpointed_K)
+        plain_K: BoolArray = (candidates.zero_stage_K == 0) & keeps_K & (slot.context_parallel_degree == 1)
+        return plain_K
 
     def _passes(
         self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns, held: HeldBytes

@@ -417,7 +417,9 @@ class OffloadParts:
         of_pairs = gradients.take(place_K)
         plain = candidates.take(of_K)
         resident = resident_needs(model, slot, plain, whole.take(of_K), (ratios_J, pair_K), of_pairs)
-        resident = resident.without("parameter_bytes", "optimizer_bytes")
+        apart = ("parameter_bytes", "optimizer_bytes")
+        always = {name: value for name, value in resident.always.items() if name not in apart}
+        resident = replace(resident, always=always)
         buffers = parameter_buffers(model, slot, candidates)
         largest_S1 = model.holdings.of(candidates).largest_K[:, None]
         parts, shape = PeakParts.of(resident), (count, len(ratios.gradients), every)

@@ -5,7 +5,7 @@ Array axes
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, cycle
 from typing import TypeAlias
 
@@ -89,10 +89,6 @@ class StageNeeds:
     def host_bytes(self, moments: Moments, chunk: int = 0) -> FloatArray:
         """Pinned host memory of a device, for one of the stages that it runs."""
         return self.host_state_K + in_flight(moments, chunk) * self.host_microbatch_K
-
-    def without(self, *names: str) -> "StageNeeds":
-        """All but some terms of what is always there."""
-        return replace(self, always={name: value for name, value in self.always.items() if name not in names})
 
 
 def most_of(update: Updates) -> Bytes:

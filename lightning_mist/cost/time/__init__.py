@@ -11,7 +11,6 @@ from lightning_mist.cost.time.communication import (
     reductions,
     replicate_seconds,
     shard_nodes,
-    stage_context_seconds,
     tied_seconds,
     unit_seconds,
 )

@@ -29,7 +29,6 @@ from lightning_mist.cost.inputs import (
     ParameterTable,
     StageCandidates,
     StageCrossing,
-    StageRegions,
     StageSlot,
     covered,
     key_value_bytes,
@@ -393,15 +392,3 @@ def context_nodes(cluster: Cluster, slot: StageSlot) -> int:
     if slot.placement is not None:
         return slot.placement.ring_nodes
     return -(-slot.context_parallel_degree * slot.tensor_parallel_degree // cluster.devices_per_node)
-
-
-def stage_context_seconds(
-    seconds: tuple[FloatArray, FloatArray], regions: StageRegions
-) -> tuple[FloatArray, FloatArray]:
-    """What this adds to one forward of stages, and to one microbatch.
-
-    Args:
-        seconds: Of every region's forward and backward.
-    """
-    forward_R, backward_R = seconds
-    return regions.sums(forward_R), regions.sums(forward_R + backward_R) + regions.recomputed_sums(forward_R)
