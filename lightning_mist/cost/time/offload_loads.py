@@ -206,89 +206,75 @@ def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
         *(total_K / np.maximum(trained_K, 1.0) for total_K in totals),
     )
     questions, question_K = distinct_rows(*columns)
-    return _Questions(stages.places, questions, rates).loads(), question_K
+    return _loads(stages.places, questions, rates), question_K
 
 
-class _Questions:
-    """Turns distinct questions into loads."""
+def _loads(places: Sequence[CopyPlace], questions: FloatArray, rates: CopyRates) -> Loads:
+    """Seconds of every unit, by distinct questions."""
+    memories, memory_of_place = _memories(places)
+    (place_J, row_J), columns = questions[:, :2].T.astype(np.int64), questions[:, 2:].T
+    memory_J = memory_of_place[place_J]
 
-    def __init__(self, places: Sequence[CopyPlace], questions: FloatArray, rates: CopyRates) -> None:
-        self.places, self.rates = places, rates
-        place_J, row_J, *self.columns = questions.T
-        self.place_J, self.row_J = place_J.astype(np.int64), row_J.astype(np.int64)
-        self.memories, memory_of_place = _memories(places)
-        self.memory_J = memory_of_place[self.place_J]
-
-    def loads(self) -> Loads:
-        """Seconds of every unit."""
-        zero_J, parameters_J, gradients_J, optimizer_J, activations_J, checkpoints_J, *rest = self.columns
-        part_J, gradient_J, owned_J, state_J, update_J, reduce_J, gather_J = (values[:, None] for values in rest)
-        # Bytes of every unit that are offloaded, before they are dealt out.
-        offloaded_JR = self._offloaded(parameters_J, "parameters")
-        changed_JR = self._offloaded(parameters_J, "changed")
-        optimizer = self.memories[0].spec.optimizer
-        graded_JR = optimizer.gradient_bytes_per_parameter_byte * self._offloaded(gradients_J, "trained")
-        state_JR = state_J * optimizer.state_bytes_per_parameter_byte * self._offloaded(optimizer_J, "trained")
-        trained_JR = np.stack([memory.holdings.table.trained_R for memory in self.memories])[self.memory_J]
-        costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in self.places]
-        is_layer_R = np.ones(trained_JR.shape[1])
-        is_layer_R[[0, -1]] = 0.0
-        kept = {
-            "saved": [item.saved_R for item in costs],
-            "checkpoint": [item.checkpointed_saved_R for item in costs],
-            "last_saved": [item.saved_R - item.handed_R for item in costs],
-            "last_checkpoint": [item.checkpointed_saved_R - item.checkpointed_handed_R for item in costs],
-        }
-        moved = {
-            name: ratio_J[:, None] * is_layer_R * np.stack(bytes_by_place_R)[self.place_J]
-            for (name, bytes_by_place_R), ratio_J in zip(kept.items(), (activations_J, checkpoints_J) * 2, strict=True)
-        }
-        # What the last layer of all hands on is the tail's, and stays.
-        for name in ("saved", "checkpoint"):
-            moved[name][:, -2] = moved[f"last_{name}"][:, -2]
-        # The first microbatch of a batch has no gradients to fetch.
-        accumulates_J = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_J, None]
-        rows_of_place = np.array([len(place.loads) // 3 for place in self.places])
-        first_of_place, zero_stage_J = 3 * (np.cumsum(rows_of_place) - rows_of_place), zero_J.astype(np.int64)
-        units_J = first_of_place[self.place_J] + unit_question(zero_stage_J, self.row_J, rows_of_place[self.place_J])
-        units_by_name_JR = np.concatenate([place.loads.seconds_by_name_JR for place in self.places], axis=1)[:, units_J]
-        to_device, to_host = self.rates.to_device, self.rates.to_host
-        found = {
-            **dict(zip(self.places[0].loads.places, units_by_name_JR[:, :, BEFORE:-BEHIND], strict=True)),
-            "update": update_J * trained_JR,
-            "reduce": reduce_J * trained_JR,
-            "gather": gather_J * trained_JR,
-            "parameters_in": part_J * offloaded_JR / to_device,
-            "frozen_in": part_J * (offloaded_JR - changed_JR) / to_device,
-            "gradients_in": accumulates_J * gradient_J * graded_JR / to_device,
-            "gradients_out": gradient_J * graded_JR / to_host,
-            "state_in": (state_JR + owned_J * graded_JR + part_J * changed_JR) / to_device,
-            "state_out": (state_JR + part_J * changed_JR) / to_host,
-        }
-        for name, moved_JR in moved.items():
-            found |= {f"{name}_in": moved_JR / to_device, f"{name}_out": moved_JR / to_host}
-        ranks_J = np.array([place.slot.shard_degree for place in self.places])[self.place_J]
-        return Loads.of(found, trained_JR.shape, ((zero_J >= ZeroStage.PARAMETERS) & (ranks_J > 1)).astype(np.float64))
-
-    def _offloaded(self, ratio_J: FloatArray, of: OffloadedBytes) -> FloatArray:
+    def offloaded(ratio_J: FloatArray, of: OffloadedBytes) -> FloatArray:
         """Offloaded bytes of every unit, where every unit fetches what it uses; axes ``J``, ``R``."""
-        pairs, pair_J = distinct_rows(self.memory_J, ratio_J)
-        found_by_pair_R = [self.memories[int(memory)].states.unit_bytes(ratio, of) for memory, ratio in pairs.tolist()]
+        pairs, pair_J = distinct_rows(memory_J, ratio_J)
+        found_by_pair_R = [memories[int(memory)].states.unit_bytes(ratio, of) for memory, ratio in pairs.tolist()]
         return np.stack(found_by_pair_R)[pair_J]
+
+    zero_J, parameters_J, gradients_J, optimizer_J, activations_J, checkpoints_J, *rest = columns
+    part_J, gradient_J, owned_J, state_J, update_J, reduce_J, gather_J = (values[:, None] for values in rest)
+    # Bytes of every unit that are offloaded, before they are dealt out.
+    offloaded_JR = offloaded(parameters_J, "parameters")
+    changed_JR = offloaded(parameters_J, "changed")
+    optimizer = memories[0].spec.optimizer
+    graded_JR = optimizer.gradient_bytes_per_parameter_byte * offloaded(gradients_J, "trained")
+    state_JR = state_J * optimizer.state_bytes_per_parameter_byte * offloaded(optimizer_J, "trained")
+    trained_JR = np.stack([memory.holdings.table.trained_R for memory in memories])[memory_J]
+    costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in places]
+    is_layer_R = np.ones(trained_JR.shape[1])
+    is_layer_R[[0, -1]] = 0.0
+    kept = {
+        "saved": [item.saved_R for item in costs],
+        "checkpoint": [item.checkpointed_saved_R for item in costs],
+        "last_saved": [item.saved_R - item.handed_R for item in costs],
+        "last_checkpoint": [item.checkpointed_saved_R - item.checkpointed_handed_R for item in costs],
+    }
+    moved = {
+        name: ratio_J[:, None] * is_layer_R * np.stack(bytes_by_place_R)[place_J]
+        for (name, bytes_by_place_R), ratio_J in zip(kept.items(), (activations_J, checkpoints_J) * 2, strict=True)
+    }
+    # What the last layer of all hands on is the tail's, and stays.
+    for name in ("saved", "checkpoint"):
+        moved[name][:, -2] = moved[f"last_{name}"][:, -2]
+    # The first microbatch of a batch has no gradients to fetch.
+    accumulates_J = np.array([float(place.slot.num_microbatches > 1) for place in places])[place_J, None]
+    rows_of_place = np.array([len(place.loads) // 3 for place in places])
+    first_of_place, zero_stage_J = 3 * (np.cumsum(rows_of_place) - rows_of_place), zero_J.astype(np.int64)
+    units_J = first_of_place[place_J] + unit_question(zero_stage_J, row_J, rows_of_place[place_J])
+    units_by_name_JR = np.concatenate([place.loads.seconds_by_name_JR for place in places], axis=1)[:, units_J]
+    to_device, to_host = rates.to_device, rates.to_host
+    found = {
+        **dict(zip(places[0].loads.places, units_by_name_JR[:, :, BEFORE:-BEHIND], strict=True)),
+        "update": update_J * trained_JR,
+        "reduce": reduce_J * trained_JR,
+        "gather": gather_J * trained_JR,
+        "parameters_in": part_J * offloaded_JR / to_device,
+        "frozen_in": part_J * (offloaded_JR - changed_JR) / to_device,
+        "gradients_in": accumulates_J * gradient_J * graded_JR / to_device,
+        "gradients_out": gradient_J * graded_JR / to_host,
+        "state_in": (state_JR + owned_J * graded_JR + part_J * changed_JR) / to_device,
+        "state_out": (state_JR + part_J * changed_JR) / to_host,
+    }
+    for name, moved_JR in moved.items():
+        found |= {f"{name}_in": moved_JR / to_device, f"{name}_out": moved_JR / to_host}
+    ranks_J = np.array([place.slot.shard_degree for place in places])[place_J]
+    return Loads.of(found, trained_JR.shape, ((zero_J >= ZeroStage.PARAMETERS) & (ranks_J > 1)).astype(np.float64))
 
 
 def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]:
     """The distinct memory models of some places, and which each has."""
-    found: dict[int, int] = {}
-    memories: list[MemoryModel] = []
-    of_places: list[int] = []
-    for place in places:
-        key = id(place.memory)
-        if key not in found:
-            found[key] = len(memories)
-            memories.append(place.memory)
-        of_places.append(found[key])
-    return memories, np.array(of_places, dtype=np.int64)
+    found = {memory: index for index, memory in enumerate(dict.fromkeys(place.memory for place in places))}
+    return list(found), np.array([found[place.memory] for place in places], dtype=np.int64)
 
 
 def _parts(stages: CopyStages) -> FloatArray:
