@@ -14,7 +14,7 @@ from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of,
 from lightning_mist.cost.roofline import step_work
 from lightning_mist.cost.time import StageSeconds
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import AnyCluster, HardwareProfile
+from lightning_mist.hardware import AnyCluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, Predicted, PredictedStage
 
@@ -118,10 +118,12 @@ def _predicted(
         )
         for term, spent, (peak, needs), found in zip(terms, times.spent, memory, closed, strict=True)
     ]
+    sizes = [part.world_size for part in model.cluster.parts]
+    kinds = tuple(zip(profiles_of(model), sizes, strict=True))
     return Predicted(
         step_seconds=times.step_seconds,
         stages=tuple(stages),
-        work=step_work(model.whole, _kinds(model), plan.global_batch_size),
+        work=step_work(model.whole, kinds, plan.global_batch_size),
         transfers=rules.transfers,
         update_after=rules.update_after,
     )
@@ -148,8 +150,3 @@ def _check(model: CostModel, plan: Plan) -> None:
                 f"stages[{index}] has tensor_parallel_degree {degree} with {near} devices per node: tensor-parallel "
                 f"ranks are modelled within one node or filling several; use at most {near}, or a multiple of it"
             )
-
-
-def _kinds(model: CostModel) -> tuple[tuple[HardwareProfile, int], ...]:
-    """The profile of every part, and how many devices it has."""
-    return tuple(zip(profiles_of(model), (part.world_size for part in model.cluster.parts), strict=True))

@@ -53,7 +53,6 @@ from lightning_mist.cost.time import (
     cut_key,
     cut_seconds,
     interference_of,
-    of_cuts,
     overhead_seconds,
     reductions,
     region_seconds,
@@ -323,7 +322,10 @@ class StageCostModel(PlanCosts):
         """What receiving takes, or sending does of the computing cores: of the activation, and of its gradient."""
         if slot.num_stages == 1 or (sending and self.cluster.device.kind == "cuda"):
             return (np.zeros(len(candidates)),) * 2
-        return of_cuts(self.cuts(slot, sending=sending), candidates, sending=sending)
+        activation_seconds, gradient_seconds = self.cuts(slot, sending=sending)
+        # An activation is received at the cut where a stage begins, and sent at that where it ends.
+        first_K, second_K = (candidates.start_K, candidates.end_K)[:: -1 if sending else 1]
+        return activation_seconds[first_K], gradient_seconds[second_K]
 
     def cuts(self, slot: StageSlot, *, sending: bool = False) -> tuple[FloatArray, FloatArray]:
         """What receiving, or sending, an activation and a gradient takes by the cut that they cross."""

@@ -60,17 +60,14 @@ def to_chrome_trace(
         events.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
         events += [_metadata(rank, lane, "thread_name", name=text) for lane, text in enumerate(_LANES)]
     events += [_event(span) for span in spans]
-    events += [_counter(level) for level in levels]
+    for level in levels:
+        at = {"ts": level.time * _MICROSECONDS, "pid": level.rank}
+        events.append({"name": level.name, "ph": "C", **at, "args": dict(level.amounts)})
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
 
 
 def _metadata(rank: int, lane: int, kind: str, **arguments: object) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": arguments}
-
-
-def _counter(level: Level) -> dict[str, object]:
-    time = level.time * _MICROSECONDS
-    return {"name": level.name, "ph": "C", "ts": time, "pid": level.rank, "args": dict(level.amounts)}
 
 
 def _event(span: Span) -> dict[str, object]:

@@ -22,11 +22,6 @@ ALIGNMENT = 64
 """Elements at whose multiples parameters begin and pieces are cut: kernels with vector loads round alike then."""
 
 
-def piece_of(numel: int, degree: int) -> int:
-    """Elements of each rank's piece of so many."""
-    return -(-numel // (degree * ALIGNMENT)) * ALIGNMENT
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flat:
     """Parameters in one buffer, of which every rank of a shard group has an equal piece.
@@ -53,7 +48,7 @@ class Flat:
     @cached_property
     def piece(self) -> int:
         """Elements of each rank's piece."""
-        return piece_of(self.starts[-1], self.degree)
+        return -(-self.starts[-1] // (self.degree * ALIGNMENT)) * ALIGNMENT
 
     def span(self, index: int, place: int) -> tuple[int, int]:
         """From and up to which of its elements one parameter lies in a rank's piece; perhaps none of them."""

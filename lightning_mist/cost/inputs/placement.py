@@ -50,10 +50,6 @@ class Nodes:
             device -= count
         return len(self.parts) - 1, device // self.parts[-1][1]
 
-    def per_node(self, part: int) -> int:
-        """Devices of each node of a part."""
-        return self.parts[part][1]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCrossing:
@@ -156,8 +152,9 @@ def _placements(
         )
         for stage in bounds
     ]
-    ends = [_column(meshes[stage], replicas) for stage in (0, -1)]
-    tied_nodes = min(2, _count([device for end in ends for device in end], places))
+    # The devices of the first and of the last stage in the first replica of the pipeline.
+    ends = [device for mesh in (meshes[0], meshes[-1]) for device in mesh.devices[: len(mesh.devices) // replicas]]
+    tied_nodes = min(2, _count(ends, places))
     groupings = _shard_groups, _replicates, _sharing_rows
     spans = {
         mesh: [max(_count(group, places) for group in grouped(mesh)) for grouped in groupings] for mesh in distinct
@@ -263,8 +260,8 @@ def _crowding(devices: Iterable[int], places: Mapping[int, tuple[int, int]], nod
     """For every part, the most of one node's devices that are among some, as a part of a node's devices."""
     counts = Counter(places[device] for device in devices)
     return tuple(
-        max((count for (own, _), count in counts.items() if own == part), default=0) / nodes.per_node(part)
-        for part in range(len(nodes.parts))
+        max((count for (own, _), count in counts.items() if own == part), default=0) / per_node
+        for part, (_, per_node) in enumerate(nodes.parts)
     )
 
 
@@ -300,11 +297,6 @@ def _sharing_rows(mesh: StageMesh) -> list[tuple[int, ...]]:
         for first in range(0, len(mesh.devices), width)
         for index in range(mesh.tensor_parallel_degree)
     ]
-
-
-def _column(mesh: StageMesh, replicas: int) -> tuple[int, ...]:
-    """The devices of a stage in the first replica of the pipeline."""
-    return mesh.devices[: len(mesh.devices) // replicas]
 
 
 def _count(devices: Sequence[int], places: Mapping[int, tuple[int, int]]) -> int:

@@ -7,7 +7,6 @@ from lightning_mist.cost.time.communication import (
     context_seconds,
     cut_key,
     cut_seconds,
-    of_cuts,
     reductions,
     replicate_seconds,
     shard_nodes,

@@ -243,20 +243,6 @@ def _exposed(
     return np.maximum(beyond_computing(backward_K, reduce_K, interference, across), last_K)
 
 
-def of_cuts(
-    seconds: tuple[FloatArray, FloatArray], candidates: StageCandidates, *, sending: bool
-) -> tuple[FloatArray, FloatArray]:
-    """Seconds of activations and of gradients at the cuts where stages begin and end.
-
-    Args:
-        sending: Whether these send what it is about, which is an activation at their end.
-    """
-    activation_seconds, gradient_seconds = seconds
-    if sending:
-        return activation_seconds[candidates.end_K], gradient_seconds[candidates.start_K]
-    return activation_seconds[candidates.start_K], gradient_seconds[candidates.end_K]
-
-
 def cut_seconds(
     profile: HardwareProfile,
     cluster: Cluster,

@@ -46,15 +46,11 @@ def overhead_seconds(
     shares = slot.num_stages > 1 or slot.tensor_parallel_degree > 1
     backward_K = each_K + overheads.recomputed_layer_seconds * candidates.checkpointed_K
     if slot.schedule == "zb-h1":
-        backward_K = backward_K + overheads.deferred_operator_seconds * _backward_operators(spec, candidates)
+        operators_R = np.array([region.backward_operators for region in regions_of(spec)], dtype=np.float64)
+        operators_K = StageRegions.of(spec, candidates).sums(operators_R)
+        backward_K = backward_K + overheads.deferred_operator_seconds * operators_K
     return OverheadSeconds(
         forward_K=each_K + is_later_K * spec.head.forward_operators * overheads.stand_in_seconds,
         backward_K=backward_K,
         once_K=np.full(len(candidates), overheads.once(shares_batches=shares)),
     )
-
-
-def _backward_operators(spec: ModelSpec, candidates: StageCandidates) -> FloatArray:
-    """Operators of the backwards of stages."""
-    operators_R = np.array([region.backward_operators for region in regions_of(spec)], dtype=np.float64)
-    return StageRegions.of(spec, candidates).sums(operators_R)

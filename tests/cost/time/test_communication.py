@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageCostModel
 from lightning_mist.cost.inputs.candidates import placed_slots_of, slots_of
-from lightning_mist.cost.time.communication import cut_seconds, of_cuts, reductions, shard_nodes
+from lightning_mist.cost.time.communication import cut_seconds, reductions, shard_nodes
 from lightning_mist.cost.time.overlap import FREE
 from lightning_mist.plan.sharding import BUCKET_BYTES
 from tests.cost.inputs.test_placement import make_plan
@@ -23,8 +23,11 @@ def machine(*, inside=1e9, across=1e8, latency=1e-4):
 
 def transfers(hardware, place, slot, candidates, memory, *, sending=False):
     """Seconds of receiving, or of sending, at both ends of stages."""
-    seconds = cut_seconds(hardware, place, slot, memory, sending=sending, seams=())
-    return of_cuts(seconds, candidates, sending=sending)
+    activation_seconds, gradient_seconds = cut_seconds(hardware, place, slot, memory, sending=sending, seams=())
+    begin, end = candidates.start_K, candidates.end_K
+    if sending:
+        return activation_seconds[end], gradient_seconds[begin]
+    return activation_seconds[begin], gradient_seconds[end]
 
 
 def crossing(degrees, devices_per_node=8, *, hardware=None, kind="cuda", sending=False, network=NETWORK):
