@@ -1,7 +1,7 @@
 """One batch on its way through the actions of one rank: what is received, computed, kept and sent."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ from lightning_mist.runtime.communication import Crossing, GraphEnd, Microbatch,
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.parameters import CastKeeper, no_kept_casts
 from lightning_mist.runtime.process_state import get_random_state, seed_random, set_random_state
-from lightning_mist.runtime.stage import InputSpec, PipelineStage, RankStages, StageOutput, UnitRunner, make_stages
+from lightning_mist.runtime.stage import InputSpec, RankStages, StageOutput, UnitRunner, make_stages
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, check, lower_forwards
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 from lightning_mist.schedule.stage_units import used_elsewhere
@@ -47,7 +47,7 @@ class RankContext:
     casts: CastKeeper
     tags_per_boundary: int
     arrivals: Mapping[Action, tuple[Action, ...]]
-    runner: UnitRunner | None = None
+    runner: UnitRunner
 
 
 _STATE = LiveTensor(key="random state", shape=(), dtype="uint8", requires_grad=False, batch_dim=None)
@@ -159,8 +159,7 @@ class BatchRun:
         if action.microbatch is None:
             return
         runner = self._context.runner
-        if runner is not None:
-            runner.begin(action, marks=self._keeps_graph and action.kind is ActionKind.FORWARD)
+        runner.begin(action, marks=self._keeps_graph and action.kind is ActionKind.FORWARD)
         microbatch = self._microbatches[action.microbatch]
         if self._neighbours.rows(microbatch) == 0:
             pass  # a small batch cut into many parts: this rank has no rows of it, and nobody waits for any
@@ -173,8 +172,7 @@ class BatchRun:
             self._deferral(action.stage).run(action.microbatch)
         else:
             self._posts[action.kind](action.stage, microbatch)
-        if runner is not None:
-            runner.finish()
+        runner.finish()
 
     def finish(self) -> Iterator[Work]:
         """Wait for everything that was sent: buffers must live until their receiver has them."""
@@ -241,8 +239,8 @@ class BatchRun:
         runner = self._context.runner
         inputs = tuple(tensor for *_, tensor in received)
         held = *inputs, *batch_tensors(microbatch.value)
-        with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, held):
-            self._start_runner()
+        with self._stages.at(stage) as part_of_module, runner.around_step(part_of_module.fake_mode, held):
+            runner.start()
             own = microbatch
             if part_of_module.tail is not None:
                 own = replace(microbatch, value=copy_batch(microbatch.value))  # a step may pop entries
@@ -250,8 +248,7 @@ class BatchRun:
             if stage < self._last:
                 part_of_module.check_form(output, (batch_signature(microbatch.value), self._keeps_graph))
         self._context.casts.look(stage, (output.tensors, output.value))
-        if runner is not None:
-            self._markers[key] = runner.take_marker()
+        self._markers[key] = runner.take_marker()
         self._keep_output(stage, microbatch, output, None if state is None else get_random_state(device))
 
     def _keep_output(self, stage: int, microbatch: Microbatch, output: StageOutput, after: Tensor | None) -> None:
@@ -276,11 +273,6 @@ class BatchRun:
             self._outgoing[key] = self._keep(stage, microbatch, output)
             if after is not None:
                 self._states[key] = after
-
-    def _around_step(self, part: PipelineStage, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
-        return (
-            nullcontext() if self._context.runner is None else self._context.runner.around_step(part.fake_mode, inputs)
-        )
 
     def _keep(self, stage: int, microbatch: Microbatch, output: StageOutput) -> _Outgoing:
         live_tensors, tensors = self._context.live[stage], output.tensors
@@ -349,7 +341,7 @@ class BatchRun:
         collecting = self._deferral(stage).collecting(microbatch.index) if is_split else nullcontext()
         if stage == self._last:
             with self._stages.at(stage) as part, collecting:
-                self._start_runner()
+                self._context.runner.start()
                 marker = self._markers.pop(key, None)
                 if part.tail is None:
                     self._context.reducer.expect(final)
@@ -369,7 +361,7 @@ class BatchRun:
         if outgoing.end is not None:
             with self._stages.at(stage), collecting:
                 self._context.reducer.expect(final)
-                self._start_runner()
+                self._context.runner.start()
                 outgoing.end.backward(gradients, self._markers.pop(key, None))
 
     def _run_tail(self, stage: int, microbatch: Microbatch) -> tuple[GraphEnd | None, list[Tensor | None]]:
@@ -423,10 +415,6 @@ class BatchRun:
             torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         # The graph that a loss hangs on holds what this stage received and its gradients, of every microbatch so far.
         self.outputs[part.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[part.index])
-
-    def _start_runner(self) -> None:
-        if self._context.runner is not None:
-            self._context.runner.start()
 
     def _send_gradient(self, stage: int, microbatch: Microbatch) -> None:
         works, ranks, received = list[Work](), set[int](), self._received.pop((stage, microbatch.index))
@@ -548,11 +536,6 @@ class ForwardPass:
     context: RankContext
     lines: Mapping[Action, Sequence[Action]]
 
-    def running(self) -> AbstractContextManager[None]:
-        """Inside, layers' parameters come and go by this list."""
-        runner = self.context.runner
-        return nullcontext() if runner is None else runner.running(self.lines)
-
 
 def is_whole(plan: Plan, *, has_masters: bool) -> bool:
     """Whether every rank has all parameters all the time, and room for a whole row."""
@@ -608,7 +591,7 @@ def evaluated_map(module_map: ModuleMap, found: ModuleMap) -> ModuleMap:
 
 def make_forward_pass(context: RankContext, found: ModuleMap) -> ForwardPass:
     """The forward pass of a rank for a step with this map, which nothing hinders."""
-    mesh, runner = context.mesh, context.runner
+    mesh = context.mesh
     plan = of_whole_batches(mesh.plan)
     assert plan is not None
     schedule = lower_forwards(plan)
@@ -616,7 +599,7 @@ def make_forward_pass(context: RankContext, found: ModuleMap) -> ForwardPass:
     module = next(iter(context.stages)).module
     stages = make_stages(module, found, plan, mesh.rank, context.transport)
     for stage in stages:
-        stage.observer = runner
+        stage.observer = context.runner
     live = tuple(found.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])
     mine = replace(mesh, plan=plan)
     return ForwardPass(
@@ -632,9 +615,5 @@ def make_forward_pass(context: RankContext, found: ModuleMap) -> ForwardPass:
             tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
             arrivals=arrived_sends(schedule)[mesh.stage],
         ),
-        lines=_lines_of(runner, schedule[mesh.stage]),
+        lines=context.runner.lines_of(schedule[mesh.stage]),
     )
-
-
-def _lines_of(runner: UnitRunner | None, actions: Sequence[Action]) -> Mapping[Action, Sequence[Action]]:
-    return {} if runner is None else runner.lines_of(actions)

@@ -94,15 +94,14 @@ class Executor:
             has_masters=masters is not None,
             even=self.even,
         )
-        self.shards = None if self._runner is None else self._runner.shards
+        self.shards = self._runner.shards
         for stage in stages:
             stage.observer = self._runner
             if Action(stage.index, ActionKind.BACKWARD_INPUT, 0) in self.actions:
                 stage.deferral = WeightGradients(stage.parameters)
-        gradients = None if self._runner is None else self._runner.gradients
-        self.gradients = None if self._runner is None else self._runner.offloaded_gradients
+        self.gradients = self._runner.offloaded_gradients
         self.reducer = GradientReducer(
-            *(self.mesh, self.parameters, transport, gradients, parts_of(plan, rank, module_map)),
+            *(self.mesh, self.parameters, transport, self._runner.gradients, parts_of(plan, rank, module_map)),
             offloaded=() if self.gradients is None else self.gradients.names,
             even=self.even,
         )
@@ -132,7 +131,7 @@ class Executor:
             reducer=self.reducer,
             transport=transport,
             device=device,
-            casts=CastKeeper(may_keep=plan.num_microbatches > 1 and gradients is None),
+            casts=CastKeeper(may_keep=plan.num_microbatches > 1 and self._runner.gradients is None),
             tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
             runner=self._runner,
             arrivals=arrived_sends(lower(plan, tied=False))[self.mesh.stage],
@@ -217,7 +216,7 @@ class Executor:
         """
         batch = BatchRun(forward.context, microbatches, step, loss_scale=1.0, keeps_graph=False)
         self.parts, self.outputs, self.random_states = batch.parts, batch.outputs, batch.random_states
-        with self._computing(), forward.running(), forward.context.stages.attached():
+        with self._computing(), self._runner.running(forward.lines), forward.context.stages.attached():
             for action in forward.actions:
                 yield from batch.perform(action)
             yield from batch.finish()
@@ -243,8 +242,7 @@ class Executor:
         try:
             yield
         except BaseException:
-            if self._runner is not None:
-                self._runner.abandon()
+            self._runner.abandon()
             for stage in self.stages:
                 if stage.deferral is not None:
                     stage.deferral.forget()
@@ -252,8 +250,7 @@ class Executor:
         finally:
             if self.masters is not None:
                 self.masters.rest()
-        if self._runner is not None:
-            self._runner.end()
+        self._runner.end()
 
     def refuse_use(self) -> None:
         """Tell whoever uses parameters outside of a batch that their values are away, under ZeRO-3."""
@@ -265,14 +262,13 @@ class Executor:
     def engage(self) -> None:
         """Free the values of parameters that other ranks own (ZeRO-3), or that are in host memory."""
         masters = None if self.masters is None or self.masters.is_engaged else self.masters
+        if masters is not None or self.shards is not None:
+            self.reducer.keep_layouts()
         if masters is not None:
-            self.reducer.keep_layouts()
             masters.engage()
-        if self._runner is not None:
-            self.reducer.keep_layouts()
-            if self.gradients is not None:
-                self.gradients.keep_layouts()
-            self._runner.engage()
+        if self.gradients is not None:
+            self.gradients.keep_layouts()
+        self._runner.engage()
         if masters is not None:
             masters.rest()
 
@@ -314,7 +310,7 @@ class Executor:
     def take_update(self, update: OffloadedState) -> None:
         """The optimizer's step is taken unit by unit, in the next batch where the plan says so."""
         self._update = update
-        if self._runner is not None and update.defers:
+        if update.defers:
             self._runner.take_update(update)
 
     def gather_parameters(self) -> Iterator[Work]:

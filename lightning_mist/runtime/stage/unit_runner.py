@@ -260,8 +260,8 @@ def make_unit_runner(
     *,
     has_masters: bool = False,
     even: EvenShards | None = None,
-) -> UnitRunner | None:
-    """The runner of a rank; None if its stages shard neither gradients nor parameters, and move no activations.
+) -> UnitRunner:
+    """The runner of a rank, for which every action is one line if its stages neither shard nor move anything.
 
     Args:
         pools: Host memory for activations, and for parameters.
@@ -271,8 +271,6 @@ def make_unit_runner(
     """
     plan = mesh.plan
     found = plan_units(plan, module_map, mesh.stage)
-    if not found:
-        return None
     units = expanded_units(plan, module_map, found)
     by_key = {(stage, unit.unit): unit for stage, of_stage in found.items() for unit in of_stage}
     offloaded = moved_parameters(plan, module_map, mesh.stage)["P"]

@@ -47,11 +47,11 @@ def test_a_rank_holds_what_the_runtime_gives_it(traced, name):
         assert [(flat.names, flat.owner) for flat in view.buckets] == [(item.names, item.owner) for item in buckets]
         assert [flat.bytes for flat in view.buckets] == [item.numel * 4 for item in buckets]
         walk = executor._runner
-        assert bool(view.units) == (walk is not None)
-        if walk is not None:
+        assert bool(view.units) == bool(walk._lines)
+        if walk.gradients is not None:
             flats = {key: [(item.names, item.owner) for item in found] for key, found in walk.gradients._of.items()}
             assert {k: [(f.names, f.owner) for f in found] for k, found in view.unit_gradients.items()} == flats
-        if walk is not None and walk.shards is not None:
+        if walk.shards is not None:
             assert [flat.names for flat, _ in view.shards] == [item.bucket.names for item in walk.shards._shards]
             for key, found in walk.shards._of.items():
                 mine = [flat.names for flat, keys in view.shards if key in keys]
