@@ -4,7 +4,7 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,25 +14,15 @@ from lightning_mist.attributes import replaced
 from lightning_mist.devices import ops_of
 
 
-class QuietMode(Protocol):
-    """A mode that watches calls of torch functions outside of a network's blocks."""
-
-    is_quiet: bool
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> object: ...
-
-
 class _Active(threading.local):
-    mode: QuietMode | None = None
+    mode: Any = None
 
 
 ACTIVE = _Active()
 
 
-def quiet_in_blocks(mode: QuietMode) -> AbstractContextManager[None]:
-    """Let a mode be left inside blocks, see :func:`inside_block`."""
+def quiet_in_blocks(mode: Any) -> AbstractContextManager[None]:
+    """Let a mode of torch be left, and its ``is_quiet`` be true, inside blocks, see :func:`inside_block`."""
     return replaced(ACTIVE, mode=mode)
 
 
