@@ -46,10 +46,15 @@ _FORMS = frozenset(("empty_like", "zeros_like", "ones_like", "rand_like", "randn
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
 
 
-class _Watch(TorchFunctionMode):
-    def __init__(self, names: Mapping[int, str], fake_mode: FakeTensorMode | None) -> None:
+class ParameterGuard(TorchFunctionMode):
+    """Watches a step between its layers, and not inside them, where every operator would take longer."""
+
+    _fake_mode: FakeTensorMode | None = None
+    _is_on = False
+
+    def __init__(self, away: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        self._names, self._fake_mode = names, fake_mode
+        self._names = {id(parameter): name for name, parameter in away.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -80,14 +85,6 @@ class _Watch(TorchFunctionMode):
             "let the step use it there from its first batch on"
         )
 
-
-class ParameterGuard:
-    """Watches a step between its layers, and not inside them, where every operator would take longer."""
-
-    def __init__(self, away: Mapping[str, nn.Parameter]) -> None:
-        self._names = {id(parameter): name for name, parameter in away.items()}
-        self._watch: _Watch | None = None
-
     @contextmanager
     def watched(self, fake_mode: FakeTensorMode | None = None) -> Iterator[None]:
         """Inside, the step is watched wherever it is between its layers."""
@@ -99,15 +96,15 @@ class ParameterGuard:
 
     def enter(self, fake_mode: FakeTensorMode | None = None) -> None:
         """The step is between layers from here on; with ``fake_mode`` before the first of the stage."""
-        if self._watch is None and self._names:
-            self._watch = _Watch(self._names, fake_mode)
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
+        if self._names and not self._is_on:
+            self._fake_mode, self._is_on = fake_mode, True
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """The step is in a layer from here on. Modes of the user's own around it keep the watch on."""
-        if self._watch is not None and torch.overrides._get_current_function_mode() is self._watch:  # type: ignore[no-untyped-call]
-            watch, self._watch = self._watch, None
-            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._is_on and torch.overrides._get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+            self._is_on = False
+            self.__exit__(None, None, None)
 
 
 class WrittenWeights:
