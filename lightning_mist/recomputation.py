@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,15 +33,8 @@ Within = Callable[[], AbstractContextManager[None]]
 """Makes the context in which a forward is repeated."""
 
 
-class OwnFunction:
+class OwnFunction(partial[Any]):
     """A function whose checkpoint is ours, not the user's."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self._function(*args, **kwargs)
 
 
 class _Here(threading.local):
