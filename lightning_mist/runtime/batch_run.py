@@ -169,7 +169,7 @@ class BatchRun:
             yield from self._backward(action, microbatch, final)
         elif action.kind is ActionKind.BACKWARD_WEIGHT:
             self._context.reducer.expect(final)
-            self._deferral(action.stage).run(action.microbatch)
+            self.deferral(action.stage).run(action.microbatch)
         else:
             self._posts[action.kind](action.stage, microbatch)
         runner.finish()
@@ -330,7 +330,8 @@ class BatchRun:
             tag = self._tag(stage, microbatch, len(outgoing.crossings))
             outgoing.works.append(self._transport.irecv(outgoing.present[-1], rank, tag))
 
-    def _deferral(self, stage: int) -> WeightGradients:
+    def deferral(self, stage: int) -> WeightGradients:
+        """What holds gradients of weights back, of a stage whose backward is split."""
         deferral = self._stages[stage].deferral
         assert deferral is not None
         return deferral
@@ -338,7 +339,7 @@ class BatchRun:
     def _backward(self, action: Action, microbatch: Microbatch, final: Collection[str]) -> Iterator[Work]:
         stage, key = action.stage, (action.stage, microbatch.index)
         is_split = action.kind is ActionKind.BACKWARD_INPUT
-        collecting = self._deferral(stage).collecting(microbatch.index) if is_split else nullcontext()
+        collecting = self.deferral(stage).collecting(microbatch.index) if is_split else nullcontext()
         if stage == self._last:
             with self._stages.at(stage) as part, collecting:
                 self._context.runner.start()

@@ -230,7 +230,8 @@ class Executor:
             self.gradients.take_back(self._tied)
             return
         if action.kind is ActionKind.BACKWARD_WEIGHT:
-            self.reducer.complete(names - self._deferred(action))
+            waiting = batch.deferral(action.stage).names(action.microbatch)  # for this ``W``
+            self.reducer.complete(names - waiting)
         yield from batch.perform(action, names)
         self.reducer.complete(names)
 
@@ -332,11 +333,6 @@ class Executor:
         """Inside, parameters and gradients are what of them this rank clips and updates, behind all steps."""
         self.flush()
         return nullcontext() if self.even is None else self.even.shown()
-
-    def _deferred(self, action: Action) -> frozenset[str]:
-        """The parameters whose gradients wait for this ``W``."""
-        deferral = self.stages[action.stage].deferral
-        return frozenset() if deferral is None else deferral.names(action.microbatch)
 
     def _check_start(self, microbatches: Sequence[Microbatch]) -> None:
         indices = [microbatch.index for microbatch in microbatches]

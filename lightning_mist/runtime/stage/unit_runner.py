@@ -39,8 +39,8 @@ class UnitRunner:
     """Walks the lines of one action after another.
 
     Args:
-        lines_of: Gives what each forward and backward of a list consists of, given the list and the update of the batch
-            before, of which there may be nothing to do.
+        lines_of: Gives what each forward and backward of a list consists of, given the list and, if there may be
+            anything of it to do, the update of the batch before.
         actions: The rank's list.
         last_layer: Position of the module's last layer, behind which its tail begins.
     """
@@ -49,7 +49,7 @@ class UnitRunner:
 
     def __init__(
         self,
-        lines_of: Callable[[Sequence[Action], Sequence[Sequence[Action]]], Mapping[Action, Sequence[Action]]],
+        lines_of: Callable[..., Mapping[Action, Sequence[Action]]],
         actions: Sequence[Action],
         shards: UnitShards | None,
         gradients: UnitGradients | None,
@@ -60,7 +60,7 @@ class UnitRunner:
         activations: OffloadedActivations | None = None,
         offloaded_gradients: OffloadedGradients | None = None,
     ) -> None:
-        self._lines_of, self._actions, self._lines = lines_of, actions, lines_of(actions, ())
+        self.lines_of, self._actions, self._lines = lines_of, actions, lines_of(actions)
         self.shards, self.gradients, self._updating = shards, gradients, self._lines
         # Only where there is something to do in a stage's backwards does forward mark where units change.
         self._marked = {action.stage for action in self._lines if action.kind in INPUT_BACKWARDS}
@@ -74,11 +74,7 @@ class UnitRunner:
 
     def take_update(self, update: OffloadedState) -> None:
         """From now on the optimizer's step may be left to the next batch."""
-        self.update, self._updating = update, self._lines_of(self._actions, update.rows)
-
-    def lines_of(self, actions: Sequence[Action]) -> Mapping[Action, Sequence[Action]]:
-        """What each forward and backward of another list consists of."""
-        return self._lines_of(actions, ())
+        self.update, self._updating = update, self.lines_of(self._actions, update.rows)
 
     def running(self, lines: Mapping[Action, Sequence[Action]]) -> AbstractContextManager[None]:
         """Inside, another list is run, by these lines."""
@@ -310,7 +306,7 @@ def make_unit_runner(
 
 
 def _lines_of(
-    units: Mapping[int, StageUnits], actions: Sequence[Action], update: Sequence[Sequence[Action]]
+    units: Mapping[int, StageUnits], actions: Sequence[Action], update: Sequence[Sequence[Action]] = ()
 ) -> dict[Action, tuple[Action, ...]]:
     lines = lines_of(actions, units, update)
     check_units(lines, units)
