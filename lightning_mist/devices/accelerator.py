@@ -24,14 +24,7 @@ class AcceleratorOps:
     def stream(self, *, high_priority: bool = False) -> Any:
         return torch.Stream(self.device, priority=_HIGH_PRIORITY if high_priority else 0)
 
-    def launch(
-        self,
-        work: Callable[[], object],
-        stream: Any = None,
-        *,
-        reads: Sequence[Tensor] = (),
-        writes: Sequence[Tensor] = (),
-    ) -> None:
+    def launch(self, work: Callable[[], object], stream: Any = None, **uses: Sequence[Tensor]) -> None:
         if stream is None:
             work()
             return

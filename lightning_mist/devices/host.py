@@ -13,6 +13,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from lightning_mist.devices.ops import DeviceOps
+
 
 class HostEvent:
     """A point in a stream's work, and when it happened, in seconds of ``time.perf_counter``."""
@@ -71,8 +73,8 @@ def _work_off(waiting: "queue.SimpleQueue[_Work | None]", errors: list[BaseExcep
         del work
 
 
-class HostOps:
-    """See :class:`~lightning_mist.devices.ops.DeviceOps`."""
+class HostOps(DeviceOps):
+    """Without an allocator that counts, and without a generator of its own."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
@@ -85,14 +87,7 @@ class HostOps:
         self._streams.add(stream)
         return stream
 
-    def launch(
-        self,
-        work: Callable[[], object],
-        stream: HostStream | None = None,
-        *,
-        reads: Sequence[Tensor] = (),
-        writes: Sequence[Tensor] = (),
-    ) -> None:
+    def launch(self, work: _Work, stream: HostStream | None = None, **uses: Sequence[Tensor]) -> None:
         if stream is None:
             work()
         else:
@@ -135,18 +130,3 @@ class HostOps:
 
     def host_memory(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def mapped_host_memory(self, nbytes: int) -> Tensor:
-        return self.host_memory(nbytes)
-
-    def memory(self) -> None:
-        """See :class:`DeviceOps`."""
-
-    def reset_peak(self) -> None:
-        """See :class:`DeviceOps`."""
-
-    def release_cached(self) -> None:
-        """See :class:`DeviceOps`."""
-
-    def generator(self) -> None:
-        """See :class:`DeviceOps`."""

@@ -48,6 +48,7 @@ class DeviceOps(Protocol):
         Args:
             work: Launches operators or copies that do not block.
             stream: Where; without one it is where computing happens.
+            reads: What it reads; like ``writes`` for those alone who watch the order of things.
         """
 
     def record(self, stream: Any = None, *, timed: bool = False) -> Any:
@@ -65,17 +66,24 @@ class DeviceOps(Protocol):
     def host_memory(self, nbytes: int) -> Tensor:
         """Bytes of host memory that copies from and to the device need not wait for (page-locked)."""
 
+    # What follows a kind of device may leave as it is here: it has none of it.
+
     def mapped_host_memory(self, nbytes: int) -> Tensor:
         """Page-locked host memory in a mapping of its own, of just this size, until nobody has it any more."""
+        return self.host_memory(nbytes)
 
     def memory(self) -> MemoryUse | None:
         """Bytes in use; ``None`` where no allocator counts them."""
+        return None
 
     def reset_peak(self) -> None:
         """Let peaks begin at what is in use now."""
+        return
 
     def release_cached(self) -> None:
         """Give memory back that the allocator holds and nobody uses."""
+        return
 
     def generator(self) -> torch.Generator | None:
         """The default random generator of the device; ``None`` if it is the host's."""
+        return None
