@@ -21,7 +21,6 @@ PAGE_LINES, PAGE_WITH_IMPORTER = 120, 400
 PAGES_WITH_A_REASON = {
     "lightning_mist.cli.profile_command": "every command has a module",
     "lightning_mist.cli.simulate_command": "every command has a module",
-    "lightning_mist.devices.accelerator": "one module for each kind of device",
 }
 """Modules that are kept apart from their only importer all the same, and why."""
 

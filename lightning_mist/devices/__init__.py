@@ -1,6 +1,4 @@
 """What a device does beside computing: streams, events, memory. The one place that knows of kinds of devices."""
 
-from lightning_mist.devices.host import HostOps
-from lightning_mist.devices.lookup import ops_of, used_generators
-from lightning_mist.devices.ops import DeviceOps, MemoryUse
+from lightning_mist.devices.ops import DeviceOps, HostOps, MemoryUse, ops_of, used_generators
 from lightning_mist.devices.transfer import Homeward, packed, read, to_device, unpacked

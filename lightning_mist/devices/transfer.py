@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mist.devices.lookup import ops_of
-from lightning_mist.devices.ops import DeviceOps
+from lightning_mist.devices.ops import DeviceOps, ops_of
 
 
 def packed(tensors: Sequence[Tensor], device: torch.device, nbytes: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_mist.devices.accelerator import AcceleratorOps
+from lightning_mist.devices.ops import AcceleratorOps
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool, is_host
 from tests.devices.kinds import CARD
 

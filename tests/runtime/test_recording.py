@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mist.devices import host
+from lightning_mist.devices import ops
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.recording import (
     ActionRecorder,
@@ -339,7 +339,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(host, "perf_counter", clock)
+    monkeypatch.setattr(ops, "perf_counter", clock)
     return clock
 
 

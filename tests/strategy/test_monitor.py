@@ -113,7 +113,7 @@ def test_an_estimate_is_what_is_compared(tmp_path):
 def test_where_seconds_go_is_recorded_in_the_first_timed_steps_only(tmp_path, monkeypatch):
     monitor, module, _ = make(tmp_path)
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("lightning_mist.devices.host.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("lightning_mist.devices.ops.perf_counter", lambda: clock.now)
     optimizer, recording = torch.optim.SGD(module.parameters(), lr=0.1), []
 
     def closure():
