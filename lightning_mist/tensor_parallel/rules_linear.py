@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from numpy import broadcast_shapes
 from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.operands import bind, input_of, operand, part_along, summed
-from lightning_mist.tensor_parallel.shard_layout import Layout, broadcast
+from lightning_mist.tensor_parallel.shard_layout import Layout
 from lightning_mist.tensor_parallel.tensor import gathered, layout_of, local_of, rule, wrap
 
 
@@ -81,7 +82,7 @@ def _matmul(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
 
 
 def _sizes(left: Tensor, right: Tensor) -> tuple[int, ...]:
-    return (*broadcast(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
+    return (*broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
 
 
 @rule("addmm", "baddbmm")

@@ -193,24 +193,6 @@ def join_parts(parts: Tensor, layout: Layout, degree: int) -> Tensor:
     return cut.reshape(layout.sizes)
 
 
-def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what broadcasts from several shapes.
-
-    Written here because ``torch.broadcast_shapes`` goes through symbolic shapes and takes longer than the operations.
-
-    Raises:
-        ValueError: If they do not broadcast.
-    """
-    sizes = [1] * max(len(shape) for shape in shapes)
-    for shape in shapes:
-        for dim in range(-len(shape), 0):
-            if shape[dim] != 1 and shape[dim] != sizes[dim]:
-                if sizes[dim] != 1:
-                    raise ValueError(f"shapes {shapes} do not broadcast: {sizes[dim]} and {shape[dim]} meet")
-                sizes[dim] = shape[dim]
-    return tuple(sizes)
-
-
 def complete_index(items: Any, num_dims: int) -> tuple[Any, ...] | None:
     """An index with one item per dimension and one ``None`` per new one.
 

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_mist.errors import TraceError
-from lightning_mist.tensor_parallel import Layout, SplitContext, SplitTensor, run_ranks
+from lightning_mist.tensor_parallel import CountingGroup, Layout, SplitContext, SplitTensor, run_ranks
 from tests.tensor_parallel.rules import check, tensor
 
 X, Y, ROW, BIAS = tensor(3, 8, 4), tensor(3, 8, 4, seed=1), tensor(1, 8, 1), tensor(4)
@@ -35,6 +35,12 @@ def test_operands_shared_alike_and_whole_ones(share):
     check(lambda x, y: x + y, (X, share), (ROW, None), results=(1,))
     check(lambda x, y: x + y, (X, share), (tensor(), None), results=(1,))
     check(lambda x, y: y + x, (tensor(8, 1), 0 if share == 1 else (0, 2)), (X, None), results=(1,))
+
+
+def test_operands_that_do_not_broadcast_are_refused_with_their_shapes():
+    x = SplitTensor(torch.ones(3, 4), Layout((3, 8), 1), SplitContext(CountingGroup(2)))
+    with pytest.raises(ValueError, match=r"shape \(3, 8\).*shape \(2, 8\)"):
+        x + torch.ones(2, 8)
 
 
 def test_operands_shared_in_other_ways_are_gathered():

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from lightning_mist.tensor_parallel.shard_layout import (
     Layout,
-    broadcast,
     fits,
     infer_sizes,
     insert,
@@ -133,8 +132,4 @@ def test_what_broadcasts():
     assert Layout((3, 8, 4), 1).is_like(Layout((8, 1), 0))
     assert not Layout((3, 8, 4), 1).is_like(Layout((3, 8, 4), 1, 2))
     assert not Layout((3, 8, 4), 1).is_like(Layout((3, 8, 4), 2))
-    assert broadcast((3, 1), (1, 4), (), (2, 1, 1)) == (2, 3, 4)
-    assert broadcast((3, 0), (1,)) == (3, 0)
-    with pytest.raises(ValueError, match="do not broadcast: 3 and 2 meet"):
-        broadcast((3, 4), (2, 4))
     assert (Layout((3, 8), 1).is_last, Layout((3, 8), 0).is_last) == (True, False)
