@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_mist.errors import ScheduleError
 from lightning_mist.runtime.communication.transport import TensorWork, Work, check_contiguous, check_entries
-from lightning_mist.tensor_parallel.group import Reduction
+from lightning_mist.tensor_parallel.collectives import Reduction
 from tests.turns import drive, wait_in_turn
 
 __all__ = ["InMemoryTransport", "InMemoryWorld", "drive"]

@@ -8,9 +8,7 @@ from lightning_mist.tensor_parallel import (
     rules_shape,
     rules_vocabulary,
 )
-from lightning_mist.tensor_parallel.collectives import copy_in, enter
-from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.group import CountingGroup, TensorGroup
+from lightning_mist.tensor_parallel.collectives import CountingGroup, TensorGroup, copy_in, enter
 from lightning_mist.tensor_parallel.parts import (
     enter_sequence,
     from_local_sequence,
@@ -23,5 +21,13 @@ from lightning_mist.tensor_parallel.parts import (
     unshard,
 )
 from lightning_mist.tensor_parallel.shard_layout import Layout
-from lightning_mist.tensor_parallel.tensor import SplitTensor, functions_of_wholes, gathered, layout_of, local_of, whole
+from lightning_mist.tensor_parallel.tensor import (
+    SplitContext,
+    SplitTensor,
+    functions_of_wholes,
+    gathered,
+    layout_of,
+    local_of,
+    whole,
+)
 from lightning_mist.tensor_parallel.threads import ThreadGroup, run_ranks

@@ -1,4 +1,4 @@
-"""Parameters and hidden states in parts: cut, put together, and as the module sees them.
+"""Parameters and hidden states in parts: cut, put together, and as the module and rules see them.
 
 Sequence parallelism: hidden states between blocks are shared along their sequence (arXiv 2205.05198). So are they under
 context parallelism, also inside of blocks.
@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import collectives
-from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.shard_layout import Layout, join_parts, outer_of, take
-from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, wrap
+from lightning_mist.tensor_parallel.shard_layout import Layout, Outer, join_parts, outer_of, take
+from lightning_mist.tensor_parallel.tensor import SplitContext, SplitTensor, gathered, wrap
 
 
 def layout_of_split(split: ParameterSplit, sizes: Sequence[int]) -> Layout:
@@ -115,3 +114,56 @@ def enter_sequence(
     leaves[split.leaf] = split_sequence(leaf, split.dim, context)
     args, kwargs = tree_unflatten(leaves, structure)
     return args, kwargs
+
+
+# What rules make of their arguments.
+
+
+def relayout(context: SplitContext, tensor: SplitTensor) -> Tensor:
+    """The whole of a tensor that is shared out in a way that its partners in an operation are not; counted."""
+    context.gathered["relayout"] += 1
+    return gathered(tensor)
+
+
+def operand(context: SplitContext, value: Any, target: Layout) -> Any:
+    """What a rank computes with, of an operand that broadcasts with a tensor shared out like ``target``."""
+    if isinstance(value, SplitTensor):
+        if value.placement.is_like(target):
+            return value.local
+        value = relayout(context, value)
+    if not isinstance(value, Tensor):
+        return value
+    dim = value.dim() + target.from_end
+    if dim >= 0 and value.shape[dim] != 1:
+        return collectives.scatter(value, Layout(tuple(value.shape), dim, target.outer), context.group)
+    return collectives.copy_in(value, context.group)
+
+
+def part_along(context: SplitContext, value: Tensor, dim: int, outer: Outer) -> Tensor:
+    """This rank's part of a value along a dimension, whatever way it is held."""
+    dim %= value.dim()
+    if isinstance(value, SplitTensor):
+        if value.placement.dim == dim and value.placement.outer == outer:
+            return value.local
+        value = relayout(context, value)
+    return collectives.scatter(value, Layout(tuple(value.shape), dim, outer), context.group)
+
+
+def input_of(context: SplitContext, value: Tensor) -> Tensor:
+    """The whole of an input for a computation of which every rank does a part of the outputs."""
+    if isinstance(value, SplitTensor):
+        if value.placement.is_last:
+            context.gathered["relayout"] += 1
+        return context.gather_input(value, value.local, value.placement)
+    return context.copy_in(value)
+
+
+def summed(context: SplitContext, summand: Tensor) -> Tensor:
+    """The sum over ranks as the module shall see it."""
+    total, layout = context.reduce(summand)
+    return total if layout is None else wrap(total, layout, context)
+
+
+def bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Arguments by name, with defaults."""
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

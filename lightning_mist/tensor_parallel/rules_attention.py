@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from lightning_mist.tensor_parallel import collectives
-from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.operands import bind, operand
+from lightning_mist.tensor_parallel.parts import bind, operand
 from lightning_mist.tensor_parallel.rank_streams import own_stream
 from lightning_mist.tensor_parallel.shard_layout import Layout
-from lightning_mist.tensor_parallel.tensor import SplitTensor, layout_of, rule, wrap
+from lightning_mist.tensor_parallel.tensor import SplitContext, SplitTensor, layout_of, rule, wrap
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

@@ -10,11 +10,10 @@ from numpy import broadcast_shapes
 from torch import Tensor
 
 from lightning_mist.plan.calls import leaves_of
-from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.operands import bind, operand
+from lightning_mist.tensor_parallel.parts import bind, operand
 from lightning_mist.tensor_parallel.rank_streams import own_stream
 from lightning_mist.tensor_parallel.shard_layout import Layout
-from lightning_mist.tensor_parallel.tensor import RULES, SplitTensor, rule, whole, wrap
+from lightning_mist.tensor_parallel.tensor import RULES, SplitContext, SplitTensor, rule, whole, wrap
 
 _ARITHMETIC = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "pow",

@@ -14,10 +14,9 @@ from numpy import broadcast_shapes
 from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
-from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.operands import bind, input_of, operand, part_along, summed
+from lightning_mist.tensor_parallel.parts import bind, input_of, operand, part_along, summed
 from lightning_mist.tensor_parallel.shard_layout import Layout
-from lightning_mist.tensor_parallel.tensor import gathered, layout_of, local_of, rule, wrap
+from lightning_mist.tensor_parallel.tensor import SplitContext, gathered, layout_of, local_of, rule, wrap
 
 
 @rule("linear")

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
-from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.operands import bind
+from lightning_mist.tensor_parallel.parts import bind
 from lightning_mist.tensor_parallel.shard_layout import Layout, remove
-from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, rule, wrap
+from lightning_mist.tensor_parallel.tensor import SplitContext, SplitTensor, gathered, rule, wrap
 
 
 def _dims(layout: Layout, dim: Any) -> frozenset[int]:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.operands import bind, operand
+from lightning_mist.tensor_parallel.parts import bind, operand
 from lightning_mist.tensor_parallel.shard_layout import (
     Layout,
     complete_index,
@@ -21,7 +20,7 @@ from lightning_mist.tensor_parallel.shard_layout import (
     slice_shared,
     view,
 )
-from lightning_mist.tensor_parallel.tensor import RULES, SplitTensor, rule, whole, wrap
+from lightning_mist.tensor_parallel.tensor import RULES, SplitContext, SplitTensor, rule, whole, wrap
 
 
 def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> tuple[Any, ...]:

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from lightning_mist.errors import TraceError
 from lightning_mist.tensor_parallel import collectives
-from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.operands import bind
+from lightning_mist.tensor_parallel.parts import bind
 from lightning_mist.tensor_parallel.rules_reduce import loss_type, maximum, wide
 from lightning_mist.tensor_parallel.shard_layout import Layout
-from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_of, rule, wrap
+from lightning_mist.tensor_parallel.tensor import SplitContext, SplitTensor, gathered, layout_of, rule, wrap
 
 
 @rule("embedding")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.errors import PlanError
-from lightning_mist.tensor_parallel.group import Reduction
+from lightning_mist.tensor_parallel.collectives import Reduction
 
 Result = TypeVar("Result")
 
@@ -85,7 +85,7 @@ class _Ranks:
 
 
 class ThreadGroup:
-    """One rank's view of ranks that are threads. See :class:`lightning_mist.tensor_parallel.group.TensorGroup`.
+    """One rank's view of ranks that are threads. See :class:`lightning_mist.tensor_parallel.collectives.TensorGroup`.
 
     Attributes:
         resume: Is called on the rank's thread when it runs again behind a collective, for others have run meanwhile.

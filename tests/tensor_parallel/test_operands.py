@@ -2,7 +2,7 @@ import torch
 
 from lightning_mist.plan import ParameterSplit
 from lightning_mist.tensor_parallel import SplitContext, present, run_ranks
-from lightning_mist.tensor_parallel.operands import bind, operand, part_along, relayout
+from lightning_mist.tensor_parallel.parts import bind, operand, part_along, relayout
 from lightning_mist.tensor_parallel.shard_layout import Layout
 
 FULL = torch.arange(24.0).reshape(6, 4)

@@ -20,7 +20,7 @@ from lightning_mist.errors import PlanError, ScheduleError, TraceError
 from lightning_mist.plan import LiveTensor, row_slice
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.plan.messages import MESSAGE_CHANNELS, Overlap, Side, overlaps, side_of
-from lightning_mist.tensor_parallel.group import Reduction
+from lightning_mist.tensor_parallel.collectives import Reduction
 
 
 class Work(Protocol):

@@ -33,7 +33,7 @@ from lightning_mist.tensor_parallel import (
     present,
     to_local_sequence,
 )
-from lightning_mist.tensor_parallel.group import Reduction
+from lightning_mist.tensor_parallel.collectives import Reduction
 from lightning_mist.tensor_parallel.shard_layout import Outer
 
 Slot = tuple[dict[str, Any], str, str]
@@ -124,7 +124,7 @@ class StageSplit:
 
 
 class TransportGroup:
-    """A :class:`~lightning_mist.tensor_parallel.group.TensorGroup` of global ranks that waits for every collective."""
+    """A :class:`~lightning_mist.tensor_parallel.TensorGroup` of global ranks that waits for every collective."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int], *, adds_later: bool = False) -> None:
         self.adds_later = adds_later
