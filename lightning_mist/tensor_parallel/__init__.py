@@ -1,13 +1,6 @@
 """Tensors whose parts lie on several ranks and that show their whole shape."""
 
-from lightning_mist.tensor_parallel import (
-    rules_attention,
-    rules_elementwise,
-    rules_linear,
-    rules_reduce,
-    rules_shape,
-    rules_vocabulary,
-)
+from lightning_mist.tensor_parallel import rules_elementwise, rules_products, rules_reduce, rules_shape
 from lightning_mist.tensor_parallel.collectives import CountingGroup, TensorGroup, copy_in, enter
 from lightning_mist.tensor_parallel.parts import (
     enter_sequence,

@@ -1,7 +1,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.tensor_parallel.rank_streams import mix, own_stream
+from lightning_mist.tensor_parallel.rules_elementwise import mix, own_stream
 
 
 def test_seeds_are_those_of_splitmix64():
