@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_mist.collector import collector_paused
+from lightning_mist.attributes import collector_paused
 
 
 @pytest.fixture(autouse=True)

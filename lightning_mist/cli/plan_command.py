@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
 
+from lightning_mist.attributes import collector_paused
 from lightning_mist.cli.cluster_input import (
     check_rates,
     devices_of,
@@ -34,7 +35,6 @@ from lightning_mist.cli.output import (
     terminal_width,
     told,
 )
-from lightning_mist.collector import collector_paused
 from lightning_mist.plan import Plan, SearchSpace, fingerprint_of, render, save
 from lightning_mist.plan.plan_tables import counted, speed_line
 from lightning_mist.plan.plan_text import recipe_of

@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import replace
 from time import thread_time
 
-from lightning_mist.collector import collector_paused
+from lightning_mist.attributes import collector_paused
 from lightning_mist.cost import (
     MixedCostModel,
     Profiles,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.collector import collector_paused
+from lightning_mist.attributes import collector_paused
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import Origins, device_of, isolated, parameter_slots, quiet_fakes, substitute_parameters
 from lightning_mist.model.trace.ledger import Ledger, ParameterProducts, PhaseCount, Storage
