@@ -25,6 +25,11 @@ from lightning_mist.runtime.communication.transport import Work
 _HERE = threading.local()
 
 
+def _is_completed(work: Any) -> bool:
+    """Whether waiting for a work would take no turns: those of transports in memory say so, others take none."""
+    return not hasattr(work, "is_completed") or bool(work.is_completed())
+
+
 class _Ended(BaseException):
     """Leaves a rank that will not get another turn."""
 
@@ -66,7 +71,7 @@ class _Seat:
     @property
     def can_go_on(self) -> bool:
         """Whether what the rank waits for is complete."""
-        return self.waiting is None or self.waiting.is_completed()
+        return self.waiting is None or _is_completed(self.waiting)
 
     @property
     def random_state(self) -> torch.Tensor:
@@ -97,7 +102,7 @@ class _Seat:
 
     def wait(self, work: Work) -> None:
         """Let others run until a work is complete; called by the rank itself."""
-        while not work.is_completed():
+        while not _is_completed(work):
             self.waiting = work
             self._pause()
             self.waiting = None

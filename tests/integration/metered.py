@@ -103,7 +103,7 @@ class _Step(nn.Module):
 class _Send:
     """A send that keeps its tensor until it is let go, as a process group's does; in memory it lets go on arrival."""
 
-    def __init__(self, work: Work, tensor: torch.Tensor) -> None:
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
         self.work, self.tensor = work, tensor
 
     def is_completed(self) -> bool:

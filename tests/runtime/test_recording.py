@@ -313,9 +313,6 @@ class Pending:
     def __init__(self, clock, seconds):
         self.clock, self.seconds = clock, seconds
 
-    def is_completed(self):
-        return True
-
     def wait(self):
         self.clock.now += self.seconds
 

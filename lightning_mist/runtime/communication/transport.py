@@ -26,9 +26,6 @@ from lightning_mist.tensor_parallel.collectives import Reduction
 class Work(Protocol):
     """A transfer or collective in progress."""
 
-    def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once. Gloo answers False for a message until it is waited for."""
-
     def wait(self) -> None:
         """Block until the transfer is complete and its results may be read."""
 
@@ -146,9 +143,6 @@ class _PendingWork:
 
     def __init__(self, works: Sequence[Any], *tensors: Tensor) -> None:
         self._works, self._tensors = works, tensors
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         # A gloo message must not be waited for twice, and its buffer is free from here on.

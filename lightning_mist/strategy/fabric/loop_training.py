@@ -51,9 +51,6 @@ Gradients = list[tuple[nn.Parameter, Tensor]]
 class _Pause:
     """Where a schedule waits for the user's backward."""
 
-    def is_completed(self) -> bool:
-        return True
-
     def wait(self) -> None:
         pass
 
