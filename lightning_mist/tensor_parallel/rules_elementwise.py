@@ -6,14 +6,13 @@ from math import prod
 from typing import Any
 
 import torch
-from numpy import broadcast_shapes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_mist.devices import ops_of
 from lightning_mist.plan.calls import leaves_of
 from lightning_mist.tensor_parallel.parts import bind, operand
-from lightning_mist.tensor_parallel.shard_layout import Layout
+from lightning_mist.tensor_parallel.shard_layout import Layout, broadcast
 from lightning_mist.tensor_parallel.tensor import RULES, SplitContext, SplitTensor, rule, whole, wrap
 
 _ARITHMETIC = (
@@ -57,8 +56,7 @@ def common_layout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
     main = max(
         (leaf.placement for leaf in tensors if isinstance(leaf, SplitTensor)), key=lambda found: prod(found.sizes)
     )
-    # What torch has for this goes through symbolic shapes, and takes longer than the operations.
-    sizes = broadcast_shapes(*(tuple(leaf.shape) for leaf in tensors))
+    sizes = broadcast(*(tuple(leaf.shape) for leaf in tensors))
     return Layout(sizes, len(sizes) + main.from_end, main.outer)
 
 

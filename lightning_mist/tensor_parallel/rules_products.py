@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numpy import broadcast_shapes
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.parts import bind, input_of, operand, part_along, summed
 from lightning_mist.tensor_parallel.rules_elementwise import own_stream
-from lightning_mist.tensor_parallel.shard_layout import Layout
+from lightning_mist.tensor_parallel.shard_layout import Layout, broadcast
 from lightning_mist.tensor_parallel.tensor import SplitContext, SplitTensor, gathered, layout_of, local_of, rule, wrap
 
 
@@ -90,7 +89,7 @@ def _matmul(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
 
 
 def _sizes(left: Tensor, right: Tensor) -> tuple[int, ...]:
-    return (*broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
+    return (*broadcast(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
 
 
 @rule("addmm", "baddbmm")

@@ -10,11 +10,13 @@ sizes, each of which is one chunk per rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
+from numpy import broadcast_shapes
 from torch import Tensor
 
 Outer = int | tuple[int, ...]
@@ -191,6 +193,10 @@ def join_parts(parts: Tensor, layout: Layout, degree: int) -> Tensor:
     chunk = layout.sizes[dim] // (layout.outer * degree)
     cut = torch.unflatten(parts, dim + 1, (layout.outer, chunk)).movedim(0, dim + 1)
     return cut.reshape(layout.sizes)
+
+
+broadcast = lru_cache(maxsize=1024)(broadcast_shapes)
+"""The shape of what broadcasts from several shapes; torch's own goes through symbolic ones and takes longer."""
 
 
 def complete_index(items: Any, num_dims: int) -> tuple[Any, ...] | None:
