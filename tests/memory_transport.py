@@ -210,8 +210,8 @@ class InMemoryTransport:
 
         return self._collective("broadcast", tensor, group, (source,), run)
 
-    def all_gather_object(self, value: Any, group: Sequence[int]) -> "_MemoryWork":
-        """Give every rank of the group the values of all, in group order."""
+    def all_gather_object(self, value: Any, group: Sequence[int]) -> list[Any]:
+        """The values of all ranks of the group, in group order."""
 
         def run(parts: Sequence[_MemoryWork]) -> None:
             values = [part.value for part in parts]
@@ -219,7 +219,7 @@ class InMemoryTransport:
                 part.values = list(values)
 
         work = _MemoryWork(f"rank {self.rank}: gather of objects over {list(group)}", value=value)
-        return self._world.collective(work, self.rank, tuple(group), ("objects",), run)
+        return self._world.collective(work, self.rank, tuple(group), ("objects",), run).result()
 
     def close(self) -> None:
         """Nothing is held."""

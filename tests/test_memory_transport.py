@@ -36,8 +36,7 @@ def test_collectives_and_objects():
         sent = torch.full((2,), float(transport.rank + 1))
         yield transport.broadcast(sent, group[0], group)
         objects = transport.all_gather_object({"rank": transport.rank}, (0, 1, 2))
-        yield objects
-        return tensor[0].item(), reduced[0].item(), sent[0].item(), objects.result()
+        return tensor[0].item(), reduced[0].item(), sent[0].item(), objects
 
     results = drive([rank(transport) for transport in world.transports])
     everyone = [{"rank": 0}, {"rank": 1}, {"rank": 2}]

@@ -60,7 +60,7 @@ def _mist(zero: int, checkpointed: int) -> Result:
     parts = rank.every_part()
     joined = {name: transport.all_gather_object((parts[name].index, g), range(RANKS)) for name, g in gradients.items()}
     transport.close()
-    return {name: parts[name].join([g for _, g in sorted(work.result())]) for name, work in joined.items()}, values
+    return {name: parts[name].join([g for _, g in sorted(found)]) for name, found in joined.items()}, values
 
 
 def _run(rank: Rank, plan: Plan, batches: Sequence[Any]) -> None:

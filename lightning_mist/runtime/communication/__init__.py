@@ -12,5 +12,4 @@ from lightning_mist.runtime.communication.transport import (
     Transport,
     Work,
     complete,
-    told,
 )

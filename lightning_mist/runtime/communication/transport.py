@@ -31,7 +31,7 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """What one rank needs to talk to the others. Every method returns at once; groups are sorted global ranks.
+    """What one rank needs to talk to the others. Methods return at once; groups are sorted global ranks.
 
     Calls on one group must come in the same order on each of its ranks. Point-to-point messages between two ranks
     arrive in the order of their tags' posting.
@@ -68,8 +68,8 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, source: int, group: Sequence[int]) -> Work:
         """Copy the source's contiguous tensor to every rank of the group."""
 
-    def all_gather_object(self, value: Any, group: Sequence[int]) -> "ObjectWork":
-        """Give every rank of the group the picklable values of all, in group order."""
+    def all_gather_object(self, value: Any, group: Sequence[int]) -> list[Any]:
+        """The picklable values of all ranks of the group, in group order; the one method that waits for the others."""
 
     def close(self) -> None:
         """Let go of what connects the ranks; nothing may be sent any more."""
@@ -80,20 +80,6 @@ class TensorWork(Work, Protocol):
 
     def result(self) -> Tensor:
         """The new tensor; waits for it."""
-
-
-class ObjectWork(Work, Protocol):
-    """A gathering of Python objects in progress."""
-
-    def result(self) -> list[Any]:
-        """The gathered values, after completion."""
-
-
-def told(transport: Transport, value: Any, ranks: Sequence[int]) -> list[Any]:
-    """What each of some ranks has; all of them call it at once, and wait."""
-    gathered = transport.all_gather_object(value, ranks)
-    gathered.wait()
-    return list(gathered.result())
 
 
 def complete(run: Iterator[Work]) -> Any:
@@ -153,7 +139,7 @@ class _PendingWork:
 
 
 class _PendingResult(_PendingWork):
-    """Works that fill a new tensor, or objects that have been gathered."""
+    """Works that fill a new tensor."""
 
     __slots__ = ("_output",)
 
@@ -356,14 +342,11 @@ class DistributedTransport:
         work = dist.broadcast(tensor, source, group=self._group_of(tensor, group), async_op=True)
         return _PendingWork((work,), tensor)
 
-    def all_gather_object(self, value: Any, group: Sequence[int]) -> ObjectWork:
-        """Give every rank of the group the picklable values of all, in group order. Blocks until they are there."""
-        if len(group) == 1:
-            return _PendingResult((), [value])
-        handle = self._group(group, self._object_groups)
-        found: list[Any] = [None] * len(group)
-        dist.all_gather_object(found, value, group=handle)
-        return _PendingResult((), found)
+    def all_gather_object(self, value: Any, group: Sequence[int]) -> list[Any]:
+        found = [value] * len(group)
+        if len(group) > 1:
+            dist.all_gather_object(found, value, group=self._group(group, self._object_groups))
+        return found
 
     def _group_of(self, tensor: Tensor, ranks: Sequence[int]) -> Any:
         """The group for a tensor: on a device's run host tensors travel as objects do."""

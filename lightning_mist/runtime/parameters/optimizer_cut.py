@@ -279,19 +279,18 @@ def gather_optimizer_state(
         PlanError: If ranks say different things of what there is once, or parts cannot be joined.
     """
     mine = own_state_dict(cut) if mine is None else mine
-    whole = yield from agree_on_rest(cut, transport, mine)
+    whole = agree_on_rest(cut, transport, mine)
     numbers = cut.numbers
     parts = {numbers[parameter]: part for parameter, part in cut.parts.items() if parameter in numbers}
     own: list[Tensor] = []
     header = take_apart(mine["state"], lambda tensor: _described(tensor, own))
     gathered = transport.all_gather_object((parts, header), tuple(range(transport.world_size)))
-    yield gathered
     merged: dict[Any, dict[int, Any]] = {}
     degrees: dict[Any, tuple[int, AnyPart | None]] = {}
     tag = _STATE_TAG
     if device is None:
         device = next((p.device for group in cut.groups for p in group), torch.device("cpu"))
-    for rank, (of_rank, announced) in enumerate(gathered.result()):
+    for rank, (of_rank, announced) in enumerate(gathered):
         here: dict[int, Tensor | None] = {}
         for key, entry in announced.items():
             # A copy in a group of devices of another tensor-parallel degree has other parts: the first rank's count.
@@ -311,9 +310,7 @@ def gather_optimizer_state(
     return {**whole, "state": {key: put_together(_join_parts(merged[key], degrees[key][1])) for key in in_order}}
 
 
-def agree_on_rest(
-    cut: OptimizerCut, transport: Transport, mine: Mapping[str, Any]
-) -> Generator[Work, None, dict[str, Any]]:
+def agree_on_rest(cut: OptimizerCut, transport: Transport, mine: Mapping[str, Any]) -> dict[str, Any]:
     """What a state dict has beside the state of parameters, the same on all ranks; ``"state"`` is empty.
 
     A rank that updates nothing of a group may not count its steps: a group's options are those of the first that does.
@@ -328,9 +325,8 @@ def agree_on_rest(
     told = take_apart(rest, lambda leaf: (leaf.shape, leaf.dtype, sha256(_as_bytes(leaf).cpu().numpy().data).digest()))
     every_rank = tuple(range(transport.world_size))
     gathered = transport.all_gather_object((updates, on_host(mine["param_groups"]), told), every_rank)
-    yield gathered
     first: dict[str, tuple[int, Any]] = {}
-    for rank, (_, _, theirs) in enumerate(gathered.result()):
+    for rank, (_, _, theirs) in enumerate(gathered):
         for key, value in theirs.items():
             by, known = first.setdefault(key, (rank, value))
             # NaN is not equal to itself, and sets have no order.
@@ -341,9 +337,9 @@ def agree_on_rest(
                 )
     groups = list(mine["param_groups"])
     for place in range(len(cut.groups)):
-        ranks = [rank for rank, (updates, *_) in enumerate(gathered.result()) if updates[place]]
+        ranks = [rank for rank, (updates, *_) in enumerate(gathered) if updates[place]]
         if ranks and transport.rank not in ranks:
-            groups[place] = gathered.result()[ranks[0]][1][place]
+            groups[place] = gathered[ranks[0]][1][place]
     return {**mine, "state": {}, "param_groups": groups}
 
 

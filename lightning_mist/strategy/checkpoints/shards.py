@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lightning_mist.leaves import take_apart, with_leaves
-from lightning_mist.runtime.communication import complete
 from lightning_mist.runtime.parameters import (
     AnyPart,
     OptimizerCut,
@@ -124,7 +123,7 @@ def optimizer_shards(engine: Engine, optimizer: Any = None, *, is_first: bool) -
     owned, cut = _owned(engine), mine.cut
     every = list(cut.numbers)
     names, state_dict = [engine.canonical_name(parameter) for parameter in every], own_state_dict(cut)
-    whole = {**complete(agree_on_rest(cut, engine.transport, state_dict)), "state": (state := {})}
+    whole = {**agree_on_rest(cut, engine.transport, state_dict), "state": (state := {})}
     for key, entry in state_dict["state"].items():
         is_parameters = key in range(len(every))
         if not is_parameters or names[key] in owned:

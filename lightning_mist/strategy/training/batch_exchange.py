@@ -32,7 +32,7 @@ from lightning_mist.plan import (
     replica_ranks,
     row_slice,
 )
-from lightning_mist.runtime.communication import Microbatch, Transport, Work, told
+from lightning_mist.runtime.communication import Microbatch, Transport, Work
 from lightning_mist.tensors import batch_rows, batch_tensors, is_dense, slice_rows
 from lightning_mist.tensors import leaves as leaves_of
 
@@ -254,8 +254,7 @@ class BatchExchange:
         self.notes = tuple(noted for _, noted, _ in notices.values())
         if any(is_other for *_, is_other in notices.values()):
             told = self.transport.all_gather_object(structure if is_new else None, self.group)
-            yield told
-            found = zip(self.group, told.result(), strict=True)
+            found = zip(self.group, told, strict=True)
             self._structures |= {owner: text for owner, text in found if text is not None}
         structures = {owner: pickle.loads(self._structures[owner]) for owner in self.owners}
         values: dict[int, list[list[Tensor]]] = {owner: [] for owner in self.owners}
@@ -358,6 +357,6 @@ def of_loader(own: list[T], digest: str | None, plan: Plan, transport: Transport
     if plan.data_parallel_size is None:
         return own
     ranks = loader_ranks(plan, loader_of(plan, transport.rank))
-    found = told(transport, (digest, own), ranks)
+    found = transport.all_gather_object((digest, own), ranks)
     check_same_samples([of_rank for of_rank, _ in found], ranks, plan.num_loaders)
     return [item for _, items in found for item in items]

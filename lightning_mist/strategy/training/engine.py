@@ -20,7 +20,7 @@ from lightning_mist.model.initialization import InitialValues, empty_out
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values, process_groups, talking_groups
 from lightning_mist.plan.messages import message_pairs
-from lightning_mist.runtime.communication import DistributedTransport, Microbatch, Transport, complete, told
+from lightning_mist.runtime.communication import DistributedTransport, Microbatch, Transport, complete
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.executor import Executor
 from lightning_mist.runtime.host_memory import HostPlace
@@ -440,7 +440,7 @@ class Engine:
     # Over all ranks ----------------------------------------------------------------------------------------------
 
     def _gathered(self, value: Any) -> list[Any]:
-        return told(self.transport, value, self.exchange.group)
+        return self.transport.all_gather_object(value, self.exchange.group)
 
     def _bring_home(self, records: Mapping[int, tuple[Record, ...]], digest: str | None) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""

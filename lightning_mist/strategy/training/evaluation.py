@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_mist.devices import to_device
 from lightning_mist.plan import ModuleMap, of_whole_batches, replica_of, replica_ranks
 from lightning_mist.runtime.batch_run import ForwardPass
-from lightning_mist.runtime.communication import Microbatch, complete, told
+from lightning_mist.runtime.communication import Microbatch, complete
 from lightning_mist.runtime.parameters import present_meanwhile, works
 from lightning_mist.runtime.process_state import get_random_state, set_random_state
 from lightning_mist.strategy.training.batch_exchange import BatchExchange, digest_of
@@ -102,7 +102,7 @@ class Evaluator:
     @works
     def everybodys(self, value: Any) -> list[Any]:
         """What every rank has, by rank."""
-        return told(self._transport, value, self._world)
+        return self._transport.all_gather_object(value, self._world)
 
     @works
     def run(
@@ -150,7 +150,7 @@ class Evaluator:
         engine, guard = self._engine, self._guard
         assert guard is not None
         notes = [self._notes[rank] for rank in group]
-        guard.compare(notes, lambda value: told(self._transport, value, group))
+        guard.compare(notes, lambda value: self._transport.all_gather_object(value, group))
         exchange = BatchExchange(forward.plan, engine.rank, self._transport, engine.device)
         own_state = get_random_state(engine.device)
         complete(exchange.run(batch, own_state))
@@ -172,7 +172,8 @@ class Evaluator:
             given = {part.index: executor.outputs[part.index] for part in microbatches if part.weight}
             outputs = {index: {"output": output, "on_host": _are_on_host(output)} for index, output in given.items()}
             mine = pieces_by_owner(microbatches, outputs, log.of_parts, executor.random_states)
-        pieces = [piece for found in told(self._transport, mine, group) for piece in found.get(engine.rank, ())]
+        every = self._transport.all_gather_object(mine, group)
+        pieces = [piece for found in every for piece in found.get(engine.rank, ())]
         set_random_state(pieces[0].random_state if pieces else own_state, engine.device)
         if not pieces:
             return None, ()

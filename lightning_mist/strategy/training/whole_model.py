@@ -22,7 +22,7 @@ from lightning_mist.leaves import on_host
 from lightning_mist.model.user_code import is_lightnings
 from lightning_mist.optimizers import replaced_methods, step_hooks
 from lightning_mist.plan import ModuleMap
-from lightning_mist.runtime.communication import DistributedTransport, Transport, complete, told
+from lightning_mist.runtime.communication import DistributedTransport, Transport, complete
 from lightning_mist.runtime.executor import Executor
 from lightning_mist.runtime.offload import UnitSteps, behind_closure, offload_optimizer_state
 from lightning_mist.runtime.parameters import (
@@ -173,7 +173,7 @@ class _GroupOptions:
         digest = blake2b(repr(sorted(changed)).encode(), digest_size=7).digest()
         noted = self._transport.all_gather(torch.tensor([int.from_bytes(digest, "little")]), every).result()
         if len(set(noted.flatten().tolist())) > 1:
-            found = told(self._transport, changed, every)
+            found = self._transport.all_gather_object(changed, every)
             (place, key), _ = min(set().union(*found) - set.intersection(*found))
             raise PlanError(
                 f"{key!r} of parameter group {place} was set to another value on one rank than on others, which under "

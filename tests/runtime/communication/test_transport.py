@@ -62,7 +62,7 @@ def _collectives():
             transport.broadcast(tensors[2], group[0], group),
         ]
         objects = transport.all_gather_object({"rank": transport.rank, "pad": "x" * transport.rank}, group)
-        for work in (*works, objects):
+        for work in works:
             work.wait()
         largest = torch.full((3,), value)
         transport.all_reduce(largest, group, "max").wait()
@@ -70,7 +70,7 @@ def _collectives():
         entries = torch.arange(len(group) * 2.0).reshape(len(group), 2)
         scattered = transport.reduce_scatter(entries * value, group).result()
         result[group] = (
-            (tensors[0][0].item(), tensors[1][0].item(), tensors[2][0].item(), objects.result()),
+            (tensors[0][0].item(), tensors[1][0].item(), tensors[2][0].item(), objects),
             (largest[0].item(), gathered, scattered),
         )
     alone = torch.ones(2)
@@ -83,7 +83,7 @@ def _collectives():
     assert alone.tolist() == [1.0, 1.0]
     assert transport.all_gather(alone, (transport.rank,)).result().tolist() == [[1.0, 1.0]]
     assert transport.reduce_scatter(alone[None], (transport.rank,)).result().tolist() == [1.0, 1.0]
-    assert transport.all_gather_object("me", (transport.rank,)).result() == ["me"]
+    assert transport.all_gather_object("me", (transport.rank,)) == ["me"]
     return result
 
 
