@@ -279,12 +279,21 @@ class DistributedTransport:
         return channel
 
     def all_reduce(self, tensor: Tensor, group: Sequence[int], reduction: Reduction = "sum") -> Work:
-        check_contiguous(tensor, "all-reduce")
+        operation = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
+        return self._in_place("all-reduce", dist.all_reduce, tensor, operation, group)
+
+    def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
+        return self._in_place("reduce", dist.reduce, tensor, destination, group)
+
+    def broadcast(self, tensor: Tensor, source: int, group: Sequence[int]) -> Work:
+        return self._in_place("broadcast", dist.broadcast, tensor, source, group)
+
+    def _in_place(self, what: str, run: Any, tensor: Tensor, how: Any, group: Sequence[int]) -> Work:
+        """A collective of torch's that leaves its result in the tensor, where that of one rank alone is already."""
+        check_contiguous(tensor, what)
         if len(group) == 1:
             return _PendingWork(())
-        operation = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
-        work = dist.all_reduce(tensor, operation, group=self._group_of(tensor, group), async_op=True)
-        return _PendingWork((work,), tensor)
+        return _PendingWork((run(tensor, how, group=self._group_of(tensor, group), async_op=True),), tensor)
 
     def all_gather(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
         check_contiguous(tensor, "all-gather")
@@ -327,20 +336,6 @@ class DistributedTransport:
         output = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
         work = _REDUCE_SCATTER(output.view(-1), tensor.view(-1), group=handle, async_op=True)
         return _PendingResult((work,), output, tensor)
-
-    def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
-        check_contiguous(tensor, "reduce")
-        if len(group) == 1:
-            return _PendingWork(())
-        work = dist.reduce(tensor, destination, group=self._group_of(tensor, group), async_op=True)
-        return _PendingWork((work,), tensor)
-
-    def broadcast(self, tensor: Tensor, source: int, group: Sequence[int]) -> Work:
-        check_contiguous(tensor, "broadcast")
-        if len(group) == 1:
-            return _PendingWork(())
-        work = dist.broadcast(tensor, source, group=self._group_of(tensor, group), async_op=True)
-        return _PendingWork((work,), tensor)
 
     def all_gather_object(self, value: Any, group: Sequence[int]) -> list[Any]:
         found = [value] * len(group)
