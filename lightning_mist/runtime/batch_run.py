@@ -32,7 +32,6 @@ class RankContext:
 
     Attributes:
         live: For each boundary between stages, by the stage before it, the tensors that cross it.
-        tags_per_boundary: More than the tensors that cross any boundary.
         arrivals: Which sends each computation finds arrived; see
             :func:`~lightning_mist.schedule.lowering.arrived_sends`.
     """
@@ -45,7 +44,6 @@ class RankContext:
     transport: Transport
     device: torch.device
     casts: CastKeeper
-    tags_per_boundary: int
     arrivals: Mapping[Action, tuple[Action, ...]]
     runner: UnitRunner
 
@@ -122,6 +120,7 @@ class BatchRun:
         self._context, self._neighbours, self._made = context, context.neighbours, made
         self._stages, self._transport = context.stages, context.transport
         self._last = context.mesh.plan.num_stages - 1
+        self._tags_per_boundary = max(map(len, context.live), default=0) + 1  # a random state crosses too
         self._microbatches, self._step = microbatches, step
         self._loss_scale, self._keeps_graph = loss_scale, keeps_graph
         # Of which parts of batches there are results, in the order of their index.
@@ -443,7 +442,7 @@ class BatchRun:
 
         Two ranks may exchange over several boundaries in the same direction, so the boundary is part of the tag.
         """
-        return (microbatch.index * self._last + boundary) * self._context.tags_per_boundary + tensor
+        return (microbatch.index * self._last + boundary) * self._tags_per_boundary + tensor
 
 
 def _chunks_of(microbatch: Microbatch, count: int, lap: int | None) -> tuple[Microbatch, ...]:
@@ -601,7 +600,6 @@ def make_forward_pass(context: RankContext, found: ModuleMap) -> ForwardPass:
     stages = make_stages(module, found, plan, mesh.rank, context.transport)
     for stage in stages:
         stage.observer = context.runner
-    live = tuple(found.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])
     mine = replace(mesh, plan=plan)
     return ForwardPass(
         plan=plan,
@@ -610,10 +608,9 @@ def make_forward_pass(context: RankContext, found: ModuleMap) -> ForwardPass:
             context,
             mesh=mine,
             stages=RankStages(stages),
-            live=live,
+            live=tuple(found.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1]),
             neighbours=Neighbours(mine),
             casts=CastKeeper(may_keep=False),
-            tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
             arrivals=arrived_sends(schedule)[mesh.stage],
         ),
         lines=context.runner.lines_of(schedule[mesh.stage]),

@@ -122,17 +122,15 @@ class Executor:
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
         self.recorder = ActionRecorder(device)
-        live = tuple(module_map.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])
         self._context = RankContext(
             mesh=self.mesh,
             stages=self.stages,
-            live=live,
+            live=tuple(module_map.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1]),
             neighbours=Neighbours(self.mesh),
             reducer=self.reducer,
             transport=transport,
             device=device,
             casts=CastKeeper(may_keep=plan.num_microbatches > 1 and self._runner.gradients is None),
-            tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
             runner=self._runner,
             arrivals=arrived_sends(lower(plan, tied=False))[self.mesh.stage],
         )
