@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import SharedPatch, replaced
 from lightning_mist.errors import TraceError
 
 _Signature = tuple[Any, tuple[tuple[int, ...], ...]]
@@ -76,6 +76,7 @@ class _Direct:
         )
 
 
+@SharedPatch
 @contextmanager
 def neutral_checkpointing() -> Iterator[None]:
     """Inside, ``torch.utils.checkpoint`` runs functions as they are, except an :class:`OwnFunction`.

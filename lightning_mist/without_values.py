@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_mist.attributes import SharedPatch
+
 Result = Callable[..., Any]
 """Called with an operator's arguments; returns its results as new tensors (``torch.empty``), which take no memory."""
 
@@ -163,6 +165,7 @@ class _Rules(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs) if result is NotImplemented else result
 
 
+@SharedPatch
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Inside, torch does not warn about the gradients of tensors that meet a fake.

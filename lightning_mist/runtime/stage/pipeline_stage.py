@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from lightning_mist.attributes import SharedPatch, replaced, set_on_class
+from lightning_mist.attributes import replaced, set_on_class
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import Checkpointing, ModuleMap, Plan
 from lightning_mist.plan.calls import (
@@ -38,18 +38,12 @@ from lightning_mist.plan.calls import (
 )
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.module_map import LiveTensor
-from lightning_mist.recomputation import users_checkpoints
+from lightning_mist.recomputation import neutral_checkpointing, users_checkpoints
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.process_state import get_random_state, inside_block, set_random_state
 from lightning_mist.runtime.stage.skipped_blocks import FakeParameters, SkippedBlocks, free_parameters
-from lightning_mist.runtime.stage.stage_split import (
-    StageSplit,
-    TransportGroup,
-    checkpoint_block,
-    neutral_checkpointing,
-    repeating_in,
-)
+from lightning_mist.runtime.stage.stage_split import StageSplit, TransportGroup, checkpoint_block, repeating_in
 from lightning_mist.runtime.stage.unit_runner import UnitRunner
 from lightning_mist.without_values import INDEXING, become, fake_mode, is_known_mask, without_warnings
 
@@ -140,9 +134,6 @@ class Watcher(TorchFunctionMode):
                 if key in run.wanted:
                     run.objects[key] = tensor
         return output
-
-
-_quiet_fakes = SharedPatch(without_warnings)
 
 
 class _Enter(torch.autograd.Function):
@@ -397,7 +388,7 @@ class PipelineStage:
                 if self.split is not None:
                     stack.enter_context(self.split.running({}))
                 if self.index > 0:
-                    stack.enter_context(_quiet_fakes)
+                    stack.enter_context(without_warnings())
                 # The watcher must see what comes out of the deferral.
                 stack.enter_context(self._deferring())
                 if self._is_watched:

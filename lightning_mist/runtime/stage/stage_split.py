@@ -14,11 +14,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_mist import recomputation
-from lightning_mist.attributes import SharedPatch, items_replaced
+from lightning_mist.attributes import items_replaced
 from lightning_mist.plan import CheckpointingKind, LiveTensor, ModuleMap, TensorSplit
 from lightning_mist.plan.messages import Side
-from lightning_mist.recomputation import OwnFunction, Within, selective_contexts
+from lightning_mist.recomputation import OwnFunction, Within, neutral_checkpointing, selective_contexts
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.parameters import no_kept_casts
 from lightning_mist.tensor_parallel import (
@@ -157,11 +156,6 @@ class TransportGroup:
 # Activation checkpointing of blocks, in the place of what the user's own code would checkpoint, and behind them.
 
 
-neutral_checkpointing = SharedPatch(recomputation.neutral_checkpointing)
-"""Inside, ``torch.utils.checkpoint`` runs functions as they are, except those of :func:`checkpoint_block`, and in their
-thread those behind the last block."""
-
-
 def repeating_in(split: StageSplit | None, within: Within) -> Within:
     """Makes contexts of what runs again in backward, where the step's own context is no longer entered."""
     sequence = {} if split is None else split.context.sequence
@@ -169,7 +163,7 @@ def repeating_in(split: StageSplit | None, within: Within) -> Within:
     @contextmanager
     def repeating() -> Iterator[None]:
         running = nullcontext() if split is None else split.running(sequence)
-        with neutral_checkpointing, no_kept_casts(), running, within():
+        with neutral_checkpointing(), no_kept_casts(), running, within():
             yield
 
     return repeating

@@ -6,7 +6,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mist.plan import LiveTensor, ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
-from lightning_mist.runtime.stage.stage_split import StageSplit, checkpoint_block, neutral_checkpointing
+from lightning_mist.recomputation import neutral_checkpointing
+from lightning_mist.runtime.stage.stage_split import StageSplit, checkpoint_block
 from lightning_mist.tensor_parallel import Layout, SplitTensor, present, run_ranks, shard
 from lightning_mist.tensor_parallel import whole as gather
 
