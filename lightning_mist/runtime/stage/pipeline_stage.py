@@ -11,6 +11,7 @@ A value that was not carried stays a fake, and a fake among the results is an er
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -42,7 +43,7 @@ from lightning_mist.recomputation import neutral_checkpointing, users_checkpoint
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.process_state import get_random_state, inside_block, set_random_state
-from lightning_mist.runtime.stage.skipped_blocks import FakeParameters, SkippedBlocks, free_parameters
+from lightning_mist.runtime.stage.skipped_blocks import FakeParameters, SkippedBlocks
 from lightning_mist.runtime.stage.stage_split import StageSplit, TransportGroup, checkpoint_block, repeating_in
 from lightning_mist.runtime.stage.unit_runner import UnitRunner
 from lightning_mist.without_values import INDEXING, become, fake_mode, is_known_mask, without_warnings
@@ -603,8 +604,15 @@ class RankStages:
             yield stage
 
     def free_foreign(self) -> None:
-        """Free the storage of the parameters that other ranks' stages hold."""
-        free_parameters(self.foreign.values())
+        """Free the storage of the parameters that other ranks' stages hold; they keep their shape.
+
+        Where there is such a value they are not a number, so that whoever computes with them all the same sees it.
+        """
+        for parameter in self.foreign.values():
+            fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
+            nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = nothing.expand(parameter.shape)
+            parameter.grad = None
 
 
 def make_stages(

@@ -1,7 +1,6 @@
 """Answers for blocks that a stage does not hold: fakes of what they would return."""
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -164,15 +163,3 @@ def _fake_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMo
         else:
             data = torch.empty_strided(shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
     return substitute(parameter, data, requires_grad=False)
-
-
-def free_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    """Free the storage of parameters; they keep their shape.
-
-    Where there is such a value they are not a number, so that whoever computes with them all the same sees it.
-    """
-    for parameter in parameters:
-        fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
-        nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-        parameter.data = nothing.expand(parameter.shape)
-        parameter.grad = None

@@ -8,8 +8,7 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.plan import Checkpointing
-from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
-from lightning_mist.runtime.stage.skipped_blocks import free_parameters
+from lightning_mist.runtime.stage.pipeline_stage import PipelineStage, RankStages
 from lightning_mist.tensors import copy_batch, slice_rows
 from tests import zoo
 
@@ -52,7 +51,7 @@ class Pipeline:
             for index, (module, (first, end)) in enumerate(zip(self.modules, self.bounds, strict=True))
         ]
         for stage in self.stages:
-            free_parameters(stage.foreign.values())
+            RankStages([stage]).free_foreign()
 
     def forward(self, batch, signature=None):
         runs, sent = [], ()
