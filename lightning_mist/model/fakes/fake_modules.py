@@ -152,9 +152,6 @@ def device_of(batch: Any) -> torch.device:
 Slot = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 
-_POOL = 4_194_301
-"""Random numbers that are drawn; larger tensors repeat them. A prime, so that no row or column of a matrix repeats."""
-
 
 def slots_of(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[Slot, ...]]]:
     """Every parameter by its first name inside the module, with all slots that hold it."""
@@ -186,10 +183,7 @@ def filled(parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) ->
     """
     if not parameter.is_floating_point():
         return torch.zeros(parameter.shape, dtype=parameter.dtype) if is_hollow(parameter) else parameter.detach().cpu()
-    count = parameter.numel()
-    pool = torch.randn(min(count, _POOL), generator=generator).to(dtype)
-    noise = pool if count == len(pool) else pool.repeat(-(-count // len(pool)))[:count]
-    noise = noise.view(parameter.shape)
+    noise = torch.randn(parameter.shape, generator=generator).to(dtype)
     if not is_hollow(parameter):
         return parameter.detach().to("cpu", dtype) + 0.02 * noise
     if parameter.dim() < 2:

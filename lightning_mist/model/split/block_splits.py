@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -285,14 +285,12 @@ def _pieces(owner: Tensor, degree: int) -> tuple[int, ...] | None:
     return tuple((parts[:, 0] * degree).tolist()) if bool((parts == parts[:, :1]).all()) else None
 
 
-EXACT_ENTRIES = 2**24
-"""Parts of a module of which a check holds more entries are checked in 32-bit numbers, of which a check holds twice as
-many; what large matrices take as factors is little."""
-
 _COPIES = 4  # a check holds the whole parameters and their gradients, and the parts and theirs
-_SMALL = 2**20  # parameters with more entries are not copied for probing, which needs the values of norms only
+_EXACT_BYTES = 2**29  # what a check may take in 64 bits, in which it is twice as long as in 32
 
 Splits = tuple[ParameterSplit, ...]
+
+_Made = TypeVar("_Made")
 
 NOTHING = "no two linear layers with only elementwise work or attention heads between them were found"
 
@@ -308,33 +306,11 @@ class Found:
     notes: tuple[str, ...] = ()  # what stays whole and why, and what is slow
 
 
-class Checks:
-    """Checks of one part of a module; what is large is checked over the most ranks only, for which it takes minutes.
-
-    A split says how factors of dimensions are shared out, which does not depend on the number of ranks.
-    """
-
-    def __init__(self, run: Check, entered: tuple[Any, Any], *, is_large: bool) -> None:
-        self._run, self._entered, self._is_large = run, entered, is_large
-        self._known: dict[tuple[Splits, bool, bool], tuple[int, CheckOutcome]] = {}
-
-    def __call__(self, splits: Splits, degree: int, *, in_parts: bool, adds_later: bool = False) -> CheckOutcome:
-        """Check splits, or recall the check over a multiple of these ranks."""
-        key = splits, in_parts, adds_later
-        checked, outcome = self._known.get(key, (1, CheckOutcome()))
-        if self._is_large and checked > degree and checked % degree == 0:
-            return outcome
-        outcome = self._run(splits, degree, self._entered[in_parts], adds_later)
-        if outcome.reason is None:
-            self._known[key] = degree, outcome
-        return outcome
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     label: str
     probe: Probe
-    check: Checks
+    check: Check
     free: frozenset[str]  # names of parameters that nothing but its own block uses
     entry: SequenceSplit | str  # how it would be entered in parts along the sequence, or why it cannot be
     length: int  # length of the sequence in the user's batch
@@ -347,9 +323,7 @@ def split_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: Seq
     subject = _study(module_map, calls, kind)
     if isinstance(subject, str):
         return {degree: Found(whole_sequence=subject, notes=(f"{label} stays whole: {subject}",)) for degree in degrees}
-    # Most ranks first: large blocks are then not checked again for fewer.
-    found = {degree: _split(subject, degree) for degree in sorted(degrees, reverse=True)}
-    return {degree: found[degree] for degree in degrees}
+    return {degree: _split(subject, degree) for degree in degrees}
 
 
 def rows_of_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: Sequence[int]) -> dict[int, Found]:
@@ -357,8 +331,7 @@ def rows_of_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: S
     subject = _study(module_map, calls, kind)
     if isinstance(subject, str):
         return {degree: Found(whole_sequence=subject) for degree in degrees}
-    ordered = sorted(degrees, reverse=True)
-    return {degree: _with_sequence(subject, Found(), degree, adds_later=True) for degree in ordered}
+    return {degree: _with_sequence(subject, Found(), degree, adds_later=True) for degree in degrees}
 
 
 def held_entries(parameters: Iterable[Tensor]) -> int:
@@ -366,51 +339,48 @@ def held_entries(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters if not is_factored(parameter))
 
 
-def check_type(entries: int) -> torch.dtype:
-    """The floating-point type for a check of a part with so many parameters."""
-    return torch.float64 if entries <= EXACT_ENTRIES else torch.float32
+def in_a_type(entries: int, make: Callable[[torch.dtype], _Made], otherwise: str) -> _Made | str:
+    """What is made of a part of a module in the most exact floating-point type in which it can be; else why in none.
 
-
-def too_large(entries: int, dtype: torch.dtype) -> str | None:
-    """Why a part with so many entries that a check must hold cannot be checked, if so; the same on every host."""
-    needed = entries * dtype.itemsize * _COPIES
-    if needed <= MOST_BYTES:
-        return None
-    return (
-        f"it could not be checked: its parameters besides matrices of more than {LARGE:,} entries take "
-        f"{format_bytes(needed)} in a check, which may take {format_bytes(MOST_BYTES)}"
-    )
+    Args:
+        entries: Of how many entries of its parameters a check holds each, which may be too many for any host.
+        otherwise: How the reason begins that it fails in every type.
+    """
+    needed = _COPIES * 4 * entries
+    if needed > MOST_BYTES:
+        return (
+            f"it could not be checked: its parameters besides matrices of more than {LARGE:,} entries take "
+            f"{format_bytes(needed)} in a check, which may take {format_bytes(MOST_BYTES)}"
+        )
+    failure: Exception | None = None
+    # Code that names an element type fails in another one than the user's.
+    for dtype in (torch.float64, torch.float32)[2 * needed > _EXACT_BYTES :]:
+        try:
+            return make(dtype)
+        except Exception as error:
+            failure = failure or error
+    return f"{otherwise}: {type(failure).__name__}: {failure}"
 
 
 def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | str:
     call = calls.examples[kind]
-    entries = held_entries(call.block.parameters())
-    first = check_type(entries)
-    reason = too_large(entries, first)
-    if reason is not None:
-        return reason
-    failure: Exception | None = None
-    # Code that names an element type fails in another one than the user's.
-    for dtype in dict.fromkeys((first, torch.float32)):
-        try:
-            made = _probe(call, dtype)
-            run = prepare(call, dtype)
-        except Exception as error:
-            failure = failure or error
-            continue
-        entry, length, tried = _entry(module_map, calls, kind)
-        entered = None, entry if isinstance(entry, SequenceSplit) else None
-        checks = Checks(run, entered, is_large=entries > EXACT_ENTRIES)
-        return _Subject(
-            label=type(call.block).__name__,
-            probe=made,
-            check=checks,
-            free=_free(module_map, calls, kind),
-            entry=entry,
-            length=length,
-            tried=tried,
-        )
-    return f"it cannot be run by itself on the CPU: {type(failure).__name__}: {failure}"
+    made = in_a_type(
+        held_entries(call.block.parameters()),
+        lambda dtype: (_probe(call, dtype), prepare(call, dtype)),
+        "it cannot be run by itself on the CPU",
+    )
+    if isinstance(made, str):
+        return made
+    entry, length, tried = _entry(module_map, calls, kind)
+    return _Subject(
+        label=type(call.block).__name__,
+        probe=made[0],
+        check=made[1],
+        free=_free(module_map, calls, kind),
+        entry=entry,
+        length=length,
+        tried=tried,
+    )
 
 
 def _probe(call: BlockCall, dtype: torch.dtype) -> Probe:
@@ -418,10 +388,8 @@ def _probe(call: BlockCall, dtype: torch.dtype) -> Probe:
     with unchanged(call.block):
         held: dict[str, Tensor] = {}
         for name, (parameter, slots) in slots_of(call.block).items():
-            if parameter.numel() > _SMALL and parameter.is_floating_point():
-                held[name] = thin(parameter, dtype, generator)
-            else:
-                held[name] = filled(parameter, dtype, generator)
+            # Probing needs the values of norms only.
+            held[name] = (thin if is_factored(parameter) else filled)(parameter, dtype, generator)
             if held[name].is_floating_point():
                 held[name].requires_grad_()
             put(slots, held[name])
@@ -496,13 +464,13 @@ def _largest(
     chosen = list(candidates)
     while chosen:
         splits = tuple(split for layers in chosen for split in layers.splits)
-        outcome = subject.check(splits, degree, in_parts=False)
+        outcome = subject.check(splits, degree)
         if outcome.reason is None:
             return splits, outcome, troubles
         if len(chosen) == 1 or len(chosen) < len(candidates):
             troubles.append(_differs(subject, chosen, degree, outcome))
             break
-        alone = [(layers, subject.check(layers.splits, degree, in_parts=False)) for layers in chosen]
+        alone = [(layers, subject.check(layers.splits, degree)) for layers in chosen]
         troubles += [_differs(subject, [layers], degree, each) for layers, each in alone if each.reason is not None]
         passing = [layers for layers, each in alone if each.reason is None]
         # Each passes, together they do not: keep the largest.
@@ -528,7 +496,7 @@ def _with_sequence(subject: _Subject, found: Found, degree: int, *, adds_later: 
     elif subject.tried % degree:
         reason = f"it could be tried with {subject.tried} positions only, which {degree} does not divide"
     else:
-        outcome = subject.check(found.splits, degree, in_parts=True, adds_later=adds_later)
+        outcome = subject.check(found.splits, degree, entry, adds_later)
         reason = outcome.reason or (None if outcome.sequence_leaves else "its results come whole")
     if reason is not None:
         return replace(found, whole_sequence=reason)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,6 @@ _COARSE_TOLERANCE = 5e-2  # largest relative difference of 16-bit numbers: 2^-8 
 _FLOOR = 1e-3
 """Tensors whose entries are all below this part of the largest of any are compared as if they were that large: some
 gradients are zero but for rounding (of the keys' biases under softmax, for example)."""
-
-_PIECE = 2**20  # numbers that are compared at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,22 +148,8 @@ def _relative(expected: Tensor | None, found: Tensor | None, size: float) -> flo
         return 0.0 if alone is None or not _largest(alone) else float("inf")
     if expected.shape != found.shape:
         return float("inf")
-    gap = _gap(expected, found)
+    gap = _largest(expected - found)
     return 0.0 if gap == 0 else gap / size if size else float("inf")
-
-
-def _gap(one: Tensor, other: Tensor) -> float:
-    """The largest absolute difference. Piece by piece, since tensors may be as large as fits in memory."""
-    if not one.dim() or one.numel() <= _PIECE:
-        return _largest(one - other)
-    rows = max(1, _PIECE * len(one) // one.numel())
-    gap = 0.0
-    for start in range(0, len(one), rows):
-        pair = one[start : start + rows], other[start : start + rows]
-        each = _gap(pair[0][0], pair[1][0]) if rows == 1 else _largest(pair[0] - pair[1])
-        if not each <= gap:
-            gap = each
-    return gap
 
 
 CPU = torch.device("cpu")
@@ -202,10 +186,18 @@ class CheckOutcome:
         ]
 
 
-Check: TypeAlias = Callable[[Sequence[ParameterSplit], int, Any, bool], CheckOutcome]
-"""Compares a part of a module with its run over ranks, given the parameters that are shared out, the number of ranks,
-how blocks are entered with their input in parts along the sequence, if they are, and whether gradients of what all
-ranks hold are added up later, as context parallelism has it."""
+class Check(Protocol):
+    """Compares a part of a module with its run over ranks."""
+
+    def __call__(
+        self, splits: Sequence[ParameterSplit], degree: int, sequence: Any = None, adds_later: bool = False
+    ) -> CheckOutcome:
+        """Given the parameters that are shared out and the number of ranks.
+
+        Args:
+            sequence: How blocks are entered with their input in parts along the sequence, if they are.
+            adds_later: Whether gradients of what all ranks hold are added up later, as context parallelism has it.
+        """
 
 
 def prepare(call: BlockCall, dtype: torch.dtype) -> Check:
@@ -223,7 +215,7 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Check:
     limit = prod(_shape(call)) if call.hidden is not None else 0
 
     def check(
-        splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None, adds_later: bool = False
+        splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None = None, adds_later: bool = False
     ) -> CheckOutcome:
         found = compared(splits, degree, sequence, adds_later)
         if found.reason is None and sequence is None and not found.gathered and 0 < limit <= found.largest_gather:
@@ -249,7 +241,9 @@ def checked(values: Values, room: Callable[[], AbstractContextManager[None]], ru
         expected, _, coarsest = run(tensors, None, None)
     reference = Reference.of(expected, coarsest)
 
-    def check(splits: Sequence[ParameterSplit], degree: int, sequence: Any, adds_later: bool = False) -> CheckOutcome:
+    def check(
+        splits: Sequence[ParameterSplit], degree: int, sequence: Any = None, adds_later: bool = False
+    ) -> CheckOutcome:
         def of_rank(group: ThreadGroup) -> tuple[CheckedRun, CheckOutcome]:
             tensors, shown, context = share_out(
                 values, splits, group, sequence_parallel=bool(sequence), adds_later=adds_later

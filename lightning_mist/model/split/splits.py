@@ -30,14 +30,11 @@ from lightning_mist.model.fakes import (
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks, valued
 from lightning_mist.model.split.block_splits import (
-    EXACT_ENTRIES,
-    Checks,
     Found,
-    check_type,
     held_entries,
+    in_a_type,
     rows_of_kind,
     split_kind,
-    too_large,
 )
 from lightning_mist.model.split.split_check import (
     CPU,
@@ -203,10 +200,10 @@ class Around:
             do, because it is large.
     """
 
-    check: Checks | None = None  # checks how they are shared out; None if they could not be run by themselves
+    check: Check | None = None  # checks how they are shared out; None if they could not be run by themselves
     tables: tuple[TokenTable, ...] = ()
     trouble: str | None = None  # why they could not be run
-    confirm: Checks | None = None
+    confirm: Check | None = None
 
 
 def derive_splits(
@@ -237,7 +234,7 @@ def derive_splits(
         kinds = [split_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
         if not any(found.splits for kind in kinds for found in kind.values()):
             return _without(module_map, _reasons(kinds))
-        around = look_around(module, call, calls, module_map, _entries(calls, kinds))
+        around = look_around(module, call, calls, module_map)
         if module_map.leaking_blocks and around.confirm is None:
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
             return _without(module_map, reason)
@@ -267,8 +264,7 @@ def _every_degree(
     splits: list[TensorSplit] = []
     unsplit: dict[int, str] = {}
     refusals: dict[str, None] = {}
-    # Most ranks first: what is large is then not checked again for fewer.
-    for degree in sorted(kinds[0], reverse=True):
+    for degree in kinds[0]:
         found = [kind[degree] for kind in kinds]
         if not any(each.splits for each in found):
             unsplit[degree] = _reasons([{degree: each} for each in found])
@@ -283,11 +279,11 @@ def _every_degree(
         if isinstance(confirmed, str):
             unsplit[degree] = confirmed
         else:
-            splits.insert(0, confirmed)
+            splits.append(confirmed)
             refusals |= {confirmed.notes[-1]: None} if made.sequence and not confirmed.sequence else {}
     if not splits:
         return _without(module_map, "; ".join(dict.fromkeys(unsplit.values())))
-    result = replace(module_map, splits=tuple(splits), unsplit=tuple(sorted(unsplit.items())))
+    result = replace(module_map, splits=tuple(splits), unsplit=tuple(unsplit.items()))
     entered = [split.degree for split in splits if split.sequence]
     if not entered:
         return result.excluding("; ".join(refusals), "sequence")
@@ -313,9 +309,7 @@ def _entries(calls: BlockCalls, kinds: Sequence[Mapping[int, Found]]) -> tuple[S
     return entries if len(entries) == len(found) else ()
 
 
-def look_around(
-    module: nn.Module, call: Call, calls: BlockCalls, module_map: ModuleMap, entries: tuple[SequenceSplit, ...]
-) -> Around:
+def look_around(module: nn.Module, call: Call, calls: BlockCalls, module_map: ModuleMap) -> Around:
     """Run head and tail by themselves; with the blocks where something inside of these is read from outside."""
     names = module_map.blocks
     inside = {id(p) for name in names for p in module.get_submodule(name).parameters()}
@@ -324,24 +318,17 @@ def look_around(
     is_small = sum(parameter.numel() for parameter in module.parameters()) <= _CONFIRMED_ENTRIES
     trouble: str | None = None
 
-    def checks(count: int, *, answer: bool) -> Checks | None:
+    def check(count: int, *, answer: bool) -> Check | None:
         nonlocal trouble
-        first = check_type(count)
-        large = too_large(count, first)
-        if large is not None:
-            trouble = trouble or large
+        glue = partial(prepare_glue, module, call, calls, names, answer=answer)
+        made = in_a_type(count, glue, "they cannot be run by themselves")
+        if isinstance(made, str):
+            trouble = trouble or made
             return None
-        for dtype in dict.fromkeys((first, torch.float32)):
-            try:
-                glue = prepare_glue(module, call, calls, names, dtype, answer=answer)
-            except Exception as error:
-                trouble = trouble or f"they cannot be run by themselves: {type(error).__name__}: {error}"
-            else:
-                return Checks(glue, ((), entries), is_large=count > EXACT_ENTRIES)
-        return None
+        return made
 
-    alone = None if module_map.leaking_blocks else checks(outside, answer=True)
-    everything = checks(whole, answer=False) if alone is None or is_small else None
+    alone = None if module_map.leaking_blocks else check(outside, answer=True)
+    everything = check(whole, answer=False) if alone is None or is_small else None
     if alone is None and everything is None:
         return Around(trouble=trouble)
     try:
@@ -361,7 +348,7 @@ def _split_tables(around: Around, degree: int) -> tuple[tuple[ParameterSplit, ..
     ]
     splits = tuple(split for table in around.tables if table.rows % degree == 0 for split in table.splits())
     if splits:
-        outcome = around.check(splits, degree, in_parts=False)
+        outcome = around.check(splits, degree)
         if outcome.reason is not None:
             names = ", ".join(split.name for split in splits)
             notes.append(f"{names} stay whole: shared out over {degree} ranks they are not the same: {outcome.reason}")
@@ -383,7 +370,7 @@ def _sequence(
             return (), f"{type(calls.examples[kind].block).__name__}: {each.whole_sequence}"
     if around.check is None:
         return (), around.trouble
-    outcome = around.check(chosen, degree, in_parts=True)
+    outcome = around.check(chosen, degree, entries)
     if outcome.reason is not None:
         return (), f"head and tail are not the same with sequences in parts: {outcome.reason}"
     return entries, None
@@ -415,12 +402,12 @@ def _confirmed(made: TensorSplit, around: Around) -> TensorSplit | str:
     """The split if the whole step computes the same with it, without parts of sequences if only these fail."""
     if around.confirm is None:
         return made
-    outcome = around.confirm(made.parameters, made.degree, in_parts=False)
+    outcome = around.confirm(made.parameters, made.degree)
     if outcome.reason is not None:
         return f"the whole step shared out over {made.degree} ranks is not the same: {outcome.reason}"
     if not made.sequence:
         return made
-    outcome = around.confirm(made.parameters, made.degree, in_parts=True)
+    outcome = around.confirm(made.parameters, made.degree, made.sequence)
     if outcome.reason is None:
         return made
     note = f"without sequence parallelism: the whole step is not the same with it: {outcome.reason}"
@@ -475,7 +462,7 @@ def derive_contexts(
             return module_map.excluding(str(error), "context")
         kinds = [rows_of_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
         entries = _entries(calls, kinds)
-        around = look_around(module, call, calls, module_map, entries) if entries else Around()
+        around = look_around(module, call, calls, module_map) if entries else Around()
         if module_map.leaking_blocks and entries and around.confirm is None:
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
             return module_map.excluding(reason, "context")
@@ -502,21 +489,20 @@ def _every_context_degree(
 ) -> ModuleMap:
     contexts: list[TensorSplit] = []
     refused: dict[int, str] = {}
-    # Most ranks first: what is large is then not checked again for fewer.
-    for degree in sorted(kinds[0], reverse=True):
-        reason, notes = _judged(calls, [kind[degree] for kind in kinds], around, degree)
+    for degree in kinds[0]:
+        reason, notes = _judged(calls, [kind[degree] for kind in kinds], entries, around, degree)
         if reason is None:
-            contexts.insert(0, TensorSplit(degree=degree, parameters=(), sequence=entries, notes=notes))
+            contexts.append(TensorSplit(degree=degree, parameters=(), sequence=entries, notes=notes))
         else:
             refused[degree] = reason
     if not contexts:
         return module_map.excluding("; ".join(dict.fromkeys(refused.values())), "context")
     cuts = _cuts(module_map, calls, [[kind[split.degree] for kind in kinds] for split in contexts])
-    return replace(module_map, contexts=tuple(contexts), uncontexts=tuple(sorted(refused.items())), cuts=cuts)
+    return replace(module_map, contexts=tuple(contexts), uncontexts=tuple(refused.items()), cuts=cuts)
 
 
 def _judged(
-    calls: BlockCalls, found: Sequence[Found], around: Around, degree: int
+    calls: BlockCalls, found: Sequence[Found], entries: tuple[SequenceSplit, ...], around: Around, degree: int
 ) -> tuple[str | None, tuple[str, ...]]:
     """Why rows cannot be shared out over so many ranks, if so, and what is slow."""
     for kind, each in enumerate(found):
@@ -526,7 +512,7 @@ def _judged(
         return around.trouble, ()
     notes: list[str] = []
     for check in dict.fromkeys((around.check, around.confirm)):
-        outcome = check((), degree, in_parts=True, adds_later=True) if check is not None else None
+        outcome = check((), degree, entries, adds_later=True) if check is not None else None
         if outcome is not None and outcome.reason is not None:
             return f"the step is not the same with tokens on {degree} ranks: {outcome.reason}", ()
         notes += outcome.slow("the tail puts all tokens together") if outcome is not None else []

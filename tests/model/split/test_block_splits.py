@@ -3,53 +3,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, check_type, probe, too_large
+from lightning_mist.model.split.block_splits import in_a_type, probe
 from lightning_mist.model.split.factored import MOST_BYTES
-from lightning_mist.model.split.split_check import CheckOutcome
-from lightning_mist.plan.tensor_split import ParameterSplit
 
-SPLITS = (ParameterSplit(name="weight", dim=0, factors=((8, True),)),)
+MOST = MOST_BYTES // (4 * 4)  # entries of 32 bits, of which a check holds four copies
 
 
-def asked(checks, *questions):
-    return [checks(SPLITS, degree, in_parts=in_parts).reason for degree, in_parts in questions]
+def tried_in(entries, fails=()):
+    seen = []
+
+    def make(dtype):
+        seen.append(dtype)
+        if dtype in fails:
+            raise RuntimeError(f"not in {dtype}")
+        return dtype
+
+    return in_a_type(entries, make, "it fails"), seen
 
 
-def checks(reason=None, *, is_large):
-    seen: list[tuple[int, bool]] = []
-
-    def run(splits, degree, in_parts, adds_later):
-        assert (splits, adds_later) == (SPLITS, False)
-        seen.append((degree, in_parts))
-        return CheckOutcome(reason=reason)
-
-    return Checks(run, (False, True), is_large=is_large), seen
+def test_parts_are_checked_in_the_most_exact_numbers_that_there_is_memory_for():
+    assert tried_in(2**24) == (torch.float64, [torch.float64])
+    assert tried_in(2**24 + 1) == (torch.float32, [torch.float32])
+    reason, seen = tried_in(MOST + 1)
+    assert ("it could not be checked" in reason, seen) == (True, [])
 
 
-def test_small_parts_are_checked_over_every_number_of_ranks():
-    check, seen = checks(is_large=False)
-    assert asked(check, (4, False), (2, False)) == [None, None]
-    assert seen == [(4, False), (2, False)]
-
-
-def test_large_parts_are_not_checked_again_over_fewer_ranks():
-    check, seen = checks(is_large=True)
-    asked(check, (4, False), (2, False), (3, False), (2, True), (8, False))
-    assert seen == [(4, False), (3, False), (2, True), (8, False)]
-
-
-def test_a_large_part_that_did_not_pass_is_checked_over_fewer_ranks():
-    check, seen = checks("differs", is_large=True)
-    assert asked(check, (4, False), (2, False)) == ["differs", "differs"]
-    assert seen == [(4, False), (2, False)]
-
-
-def test_large_parts_are_checked_in_smaller_numbers_and_the_largest_not_at_all():
-    assert check_type(EXACT_ENTRIES) == torch.float64
-    assert check_type(EXACT_ENTRIES + 1) == torch.float32
-    most = MOST_BYTES // (4 * 4)
-    assert too_large(most, torch.float32) is None
-    assert "it could not be checked" in too_large(most + 1, torch.float32)
+def test_parts_that_fail_in_one_type_are_checked_in_another_and_the_first_reason_counts():
+    both = [torch.float64, torch.float32]
+    assert tried_in(1, fails=[torch.float64]) == (torch.float32, both)
+    assert tried_in(1, fails=both) == ("it fails: RuntimeError: not in torch.float64", both)
 
 
 def probed(block, *shape, **kwargs):
