@@ -79,16 +79,16 @@ def _walk(spec: ModelSpec, template: StageTemplate, bytes_K: IntArray) -> tuple[
     saved_R, peak_R = np.zeros(count), np.zeros(count)
     born_K = np.zeros(len(bytes_K), dtype=np.int64)
     for part, run in (*template.forward.items(), *template.inputs[False].items()):
-        born_K[run.chunk.events_E[run.chunk.events_E > 0] - 1] = part
+        born_K[run.events_E[run.events_E > 0] - 1] = part
     for run in template.forward.values():
-        np.add.at(alive_K, np.abs(run.chunk.events_E) - 1, run.chunk.signs_E)
+        np.add.at(alive_K, np.abs(run.events_E) - 1, np.sign(run.events_E))
     alive_K[list(template.left)] = 0
     np.add.at(saved_R, born_K, bytes_K * alive_K)
     waiting_R = _waiting(spec, template, born_K, bytes_K)
     current = float(bytes_K @ alive_K)
     for part in reversed(template.parts):
-        chunk = template.inputs[False][part].chunk
-        delta_E = chunk.signs_E * bytes_K[np.abs(chunk.events_E) - 1]
+        events_E = template.inputs[False][part].events_E
+        delta_E = np.sign(events_E) * bytes_K[np.abs(events_E) - 1]
         live_E = current + np.concatenate([[0.0], np.cumsum(delta_E)])
         peak_R[part] = live_E.max() - saved_R[: part + 1].sum() - waiting_R[part + 1 :].sum()
         current = float(live_E[-1])

@@ -181,10 +181,10 @@ class BatchWalk:
             self._release(action)
         base = self._bases[key] = self._tape.reserve(template.slots, *key)
         if 0 in template.forward and 0 not in template.parts:
-            self._tape.play(template.forward[0].chunk, base)
+            self._tape.play(template.forward[0].events_E, base)
         for line in self._computed(lines):
             for part in self._parts(template, line):
-                self._tape.play(template.forward[part].chunk, base)
+                self._tape.play(template.forward[part].events_E, base)
         self._free([base + slot for slot in template.left])
         self.kept += [base + slot for slot in template.kept]
         if stage < self._last:
@@ -246,10 +246,10 @@ class BatchWalk:
         """
         if (stage, part) not in self._kept_of:
             template, ratio = self._templates[stage], self._view.plan.stages[stage].kept_ratio(part - 1)
-            made = {event for run in template.forward.values() for event in run.chunk.events_E.tolist()}
+            made = {event for run in template.forward.values() for event in run.events_E.tolist()}
             gone = {*template.left, *template.outputs, *template.kept}
             found = self._kept_of[stage, part] = []
-            for event in template.backward[True][part].chunk.events_E.tolist():
+            for event in template.backward[True][part].events_E.tolist():
                 slot, size = -event - 1, int(template.slots.bytes_K[-event - 1])
                 if -event not in made or event in made or slot in gone or size < SMALLEST_BYTES:
                     continue
@@ -297,10 +297,10 @@ class BatchWalk:
                 if way:
                     self._gradients.found[made.name] = identity
                 continue
-            self._tape.play(run.chunk.cut(start, made.event), base)
+            self._tape.play(run.events_E[start : made.event], base)
             start = made.event
             self._gradients.accumulate(made.name, identity, stage, part, way=way)
-        self._tape.play(run.chunk.cut(start), base)
+        self._tape.play(run.events_E[start:], base)
 
     def _parts(self, template: StageTemplate, line: Action) -> tuple[int, ...]:
         """The regions that one line computes, in the order of forward."""

@@ -5,7 +5,7 @@ Array axes
     K  allocations, by identity
 """
 
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,24 +48,6 @@ class Slots:
     labels: tuple[Label, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chunk:
-    """Events on a microbatch's slots that happen without interruption."""
-
-    events_E: IntArray  # signed slots, see the top of the file
-    signs_E: IntArray
-
-    @classmethod
-    def of(cls, events: Sequence[int] | IntArray) -> "Chunk":
-        """A chunk of signed slots."""
-        events_E = np.asarray(events, dtype=np.int64)
-        return cls(events_E=events_E, signs_E=np.sign(events_E))
-
-    def cut(self, start: int, end: int | None = None) -> "Chunk":
-        """A part of it."""
-        return Chunk(events_E=self.events_E[start:end], signs_E=self.signs_E[start:end])
-
-
 class TapeBlock(NamedTuple):
     """Consecutive identities."""
 
@@ -88,72 +70,48 @@ class EventTape:
     def __init__(self) -> None:
         self.blocks: list[TapeBlock] = []
         self.marks: list[Mark] = []
-        self._events: list[IntArray] = []
-        self._bytes: list[IntArray] = []
-        self._pending: list[int] = []
-        self._sizes: list[int] = []  # of identities since the last block of slots
-        self._count = self._length = 0
+        self._events, self._bytes = array("q"), array("q")
 
     @property
     def length(self) -> int:
         """Number of events so far."""
-        return self._length
+        return len(self._events)
 
     def mark(self, action: str) -> None:
         """An action begins."""
-        self.marks.append(Mark(self._length, action))
+        self.marks.append(Mark(self.length, action))
 
     def reserve(self, slots: Slots, stage: int, microbatch: int) -> int:
         """Identities for a microbatch's slots, none of which is allocated yet; the first of them."""
-        first = self._count
+        first = len(self._bytes)
         self.blocks.append(TapeBlock(first, slots.labels, stage, microbatch))
-        self._flush_sizes()
-        self._bytes.append(slots.bytes_K)
-        self._count += len(slots.labels)
+        self._bytes.frombytes(slots.bytes_K.tobytes())
         return first
 
-    def play(self, chunk: Chunk, first: int) -> None:
-        """Events on slots whose identities begin with ``first``."""
-        if len(chunk.events_E):
-            self._flush()
-            self._events.append(chunk.events_E + chunk.signs_E * first)
-            self._length += len(chunk.events_E)
+    def play(self, events_E: IntArray, first: int) -> None:
+        """Events on slots, signed as identities are, that have identities from ``first`` on."""
+        self._events.frombytes((events_E + np.sign(events_E) * first).tobytes())
 
     def malloc(self, nbytes: int, label: Label, stage: int = _NONE, microbatch: int = _NONE) -> int:
         """Allocate; the new identity."""
-        identity = self._count
+        identity = len(self._bytes)
         self.blocks.append(TapeBlock(identity, (label,), stage, microbatch))
-        self._sizes.append(nbytes)
-        self._count += 1
+        self._bytes.append(nbytes)
         self.allocate(identity)
         return identity
 
     def allocate(self, identity: int) -> None:
         """Allocate an identity that was reserved."""
-        self._pending.append(identity + 1)
-        self._length += 1
+        self._events.append(identity + 1)
 
     def free(self, identity: int) -> None:
         """Free."""
-        self._pending.append(-(identity + 1))
-        self._length += 1
-
-    def _flush(self) -> None:
-        if self._pending:
-            self._events.append(np.array(self._pending, dtype=np.int64))
-            self._pending = []
-
-    def _flush_sizes(self) -> None:
-        if self._sizes:
-            self._bytes.append(np.array(self._sizes, dtype=np.int64))
-            self._sizes = []
+        self._events.append(-(identity + 1))
 
     def events(self) -> IntArray:
         """All events."""
-        self._flush()
-        return np.concatenate(self._events) if self._events else np.zeros(0, dtype=np.int64)
+        return np.array(self._events, dtype=np.int64)
 
     def bytes(self) -> IntArray:
         """Bytes of every identity."""
-        self._flush_sizes()
-        return np.concatenate(self._bytes) if self._bytes else np.zeros(0, dtype=np.int64)
+        return np.array(self._bytes, dtype=np.int64)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.events.event_tape import Chunk, Label, Slots
+from lightning_mist.model.events.event_tape import IntArray, Label, Slots
 from lightning_mist.model.spec import (
     Allocation,
     LayerEvents,
@@ -251,10 +251,11 @@ class PartRun:
     """The events of one part in one direction.
 
     Attributes:
-        made: Gradients of parameters, in order; where they are added to others they are freed in the chunk.
+        events_E: ``+(i + 1)`` allocates slot ``i``, ``-(i + 1)`` frees it.
+        made: Gradients of parameters, in order; where they are added to others they are freed by these events.
     """
 
-    chunk: Chunk
+    events_E: IntArray
     made: tuple[Made, ...] = ()
 
 
@@ -344,22 +345,23 @@ class _Entries:
         self._moments.append(2 * position + is_born)
         self._events.append(slot + 1 if is_born else -(slot + 1))
 
-    def chunk(self, owned: Mapping[int, str] = MappingProxyType({})) -> tuple[Chunk, tuple[Made, ...]]:
+    def run(self, owned: Mapping[int, str] = MappingProxyType({})) -> PartRun:
         """Events in order, what dies at a position before what is born there; and gradients of parameters, by slot."""
         moment_E = np.array(self._moments, dtype=np.int64)
         order_E = np.argsort(moment_E, kind="stable")
-        chunk = Chunk.of(np.array(self._events, dtype=np.int64)[order_E])
+        events_E = np.array(self._events, dtype=np.int64)[order_E]
         if not owned:
-            return chunk, ()
+            return PartRun(events_E=events_E)
         passed_E = np.searchsorted(moment_E[order_E], moment_E[order_E], side="right")
-        events = zip(chunk.events_E.tolist(), passed_E.tolist(), strict=True)
+        events = zip(events_E.tolist(), passed_E.tolist(), strict=True)
         mortal = {-event - 1 for event in self._events if event < 0}
         # A gradient that is added to another is freed then; one that stays has been accumulated once it is there.
-        return chunk, tuple(
+        made = (
             Made(passed, owned[slot], slot)
             for event, passed in events
             if (slot := abs(event) - 1) in owned and (event < 0 or slot not in mortal)
         )
+        return PartRun(events_E=events_E, made=tuple(made))
 
 
 class _Laid:
@@ -426,7 +428,7 @@ class _Laid:
                 at[part].add(position, item.slot, is_born=False)
             elif part not in self._found.inside:
                 self._left.append(item)
-        return {part: PartRun(chunk=entries.chunk()[0]) for part, entries in at.items()}
+        return {part: entries.run() for part, entries in at.items()}
 
     def _operands(self, way: bool) -> dict[int, tuple[str, ...]]:
         """By slot the weights whose gradients are made of it."""
@@ -486,11 +488,7 @@ class _Laid:
                 at[place[0]].add(place[2], item.slot, is_born=False)
             else:
                 leaving.append(item)
-        runs = {}
-        for part, entries in at.items():
-            chunk, made = entries.chunk(owned)
-            runs[part] = PartRun(chunk=chunk, made=made)
-        return runs, tuple(ended), leaving
+        return {part: entries.run(owned) for part, entries in at.items()}, tuple(ended), leaving
 
     def _given_up(self, way: bool, operands: Mapping[int, tuple[str, ...]], at: Mapping[int, _Entries]) -> list[int]:
         """Enter into a backward where it frees what was there before it; what it leaves to its end."""

@@ -1,18 +1,18 @@
 import numpy as np
 
-from lightning_mist.model.events.event_tape import Chunk, EventTape, Label, Slots
+from lightning_mist.model.events.event_tape import EventTape, Label, Slots
 
 LABEL = Label("working_bytes", "temporary")
 
 
-def test_chunks_and_single_events_keep_their_order():
+def test_events_of_slots_and_single_events_keep_their_order():
     tape = EventTape()
     first = tape.malloc(10, LABEL)
     slots = Slots(bytes_K=np.array([1, 2]), labels=(LABEL, LABEL))
     one, two = tape.reserve(slots, 0, 0), tape.reserve(slots, 0, 1)
-    tape.play(Chunk.of([1, 2, -1]), two)
+    tape.play(np.array([1, 2, -1]), two)
     tape.free(first)
-    tape.play(Chunk.of([2]), one)
+    tape.play(np.array([2]), one)
     tape.mark("0F1")
     assert (first, one, two) == (0, 1, 3)
     assert tape.events().tolist() == [1, 4, 5, -4, -1, 3]
@@ -26,14 +26,14 @@ def test_chunks_and_single_events_keep_their_order():
     ]
 
 
-def test_a_chunk_can_be_played_in_pieces():
-    chunk, whole, pieces = Chunk.of([1, 2, -1, 3]), EventTape(), EventTape()
+def test_events_can_be_played_in_pieces():
+    events_E, whole, pieces = np.array([1, 2, -1, 3]), EventTape(), EventTape()
     slots = Slots(bytes_K=np.array([1, 2, 3]), labels=(LABEL,) * 3)
     for tape in (whole, pieces):
         assert tape.reserve(slots, 0, 0) == 0
-    whole.play(chunk, 0)
-    pieces.play(chunk.cut(0, 2), 0)
-    pieces.play(chunk.cut(2), 0)
-    pieces.play(chunk.cut(4), 0)
+    whole.play(events_E, 0)
+    pieces.play(events_E[:2], 0)
+    pieces.play(events_E[2:], 0)
+    pieces.play(events_E[4:], 0)
     assert whole.events().tolist() == pieces.events().tolist()
     assert EventTape().events().tolist() == EventTape().bytes().tolist() == []

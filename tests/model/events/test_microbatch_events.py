@@ -16,9 +16,9 @@ def shape(first, end, *, checkpointed=0, rows=2):
     return StageShape(first=first, end=end, checkpointed=checkpointed, rows=rows)
 
 
-def timeline(template, chunks):
-    """Bytes alive after every event of some chunks."""
-    events_E = np.concatenate([run.chunk.events_E for run in chunks])
+def timeline(template, runs):
+    """Bytes alive after every event of some runs."""
+    events_E = np.concatenate([run.events_E for run in runs])
     return np.cumsum(np.sign(events_E) * template.slots.bytes_K[np.abs(events_E) - 1])
 
 
@@ -68,7 +68,7 @@ def test_gradients_are_accumulated_where_they_are_made(network):
     assert {made.name for made in later.made} == {"blocks.1.weight", "blocks.1.bias"}
     for run, sign in ((first, 1), (later, -1)):
         for made in run.made:
-            assert sign * (made.slot + 1) in run.chunk.events_E[: made.event].tolist()
+            assert sign * (made.slot + 1) in run.events_E[: made.event].tolist()
 
 
 def test_weights_can_be_put_off(network):
@@ -92,7 +92,7 @@ def test_tied_gradients_wait_for_each_other():
     for part in (0, 5):
         (made,) = template.backward[False][part].made
         assert made.name == "wte.weight"
-        assert -(made.slot + 1) not in template.backward[False][part].chunk.events_E.tolist()
+        assert -(made.slot + 1) not in template.backward[False][part].events_E.tolist()
 
 
 def stack_of_parts(network, first=0, end=4, checkpointed=0):
