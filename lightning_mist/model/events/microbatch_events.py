@@ -82,15 +82,122 @@ def _layer(spec: ModelSpec, part: int) -> LayerSpec:
     return spec.tail if part == spec.num_layers + 1 else spec.layers[spec.kinds[part - 1]]
 
 
-class Stack:
-    """Puts together a stage of a network, or of one tensor-parallel rank's part of it."""
+WAYS = (True, False)
+"""Whether a backward is the first of its batch, which makes the gradients of parameters; the others add to them."""
 
-    def __init__(self, spec: ModelSpec, shape: StageShape) -> None:
-        self.spec, self.shape = spec, shape
+
+class Made(NamedTuple):
+    """The gradient of a parameter in a backward."""
+
+    event: int  # how many events of the part's backward have passed when it has been accumulated
+    name: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRun:
+    """The events of one part in one direction.
+
+    Attributes:
+        events_E: ``+(i + 1)`` allocates slot ``i``, ``-(i + 1)`` frees it.
+        made: Gradients of parameters, in order; where they are added to others they are freed by these events.
+    """
+
+    events_E: IntArray
+    made: tuple[Made, ...] = ()
+
+
+class WeightGradient(NamedTuple):
+    """The gradient of a weight that is made apart from those of inputs.
+
+    Attributes:
+        made_bytes: It in the type of the product, of which it is cast to the weight's: the same where that is one.
+        operands: Slots of what it is made of: inputs of products with the weight, and gradients of these products.
+    """
+
+    name: str
+    nbytes: int
+    made_bytes: int
+    operands: tuple[int, ...]
+    received: bool  # whether what the stage received is among them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTemplate:
+    """What one microbatch does inside a stage.
+
+    Attributes:
+        born: Its allocations, of which only sizes depend on the number of rows, by slot; what it is sent comes behind.
+        parts: Its regions in the order of forward, without the head of stages after the first.
+        forward: Events of each region's forward; for stages after the first also of region 0.
+        backward: By whether gradients of parameters are made: events of each region's backward.
+        outputs: For each tensor that leaves the stage the slot that is freed once it has been sent; ``None`` if it is
+            no allocation of the stage, or is kept for its backward anyway.
+        arriving: For each tensor that leaves the stage and wants a gradient the slot of this gradient, which the walk
+            allocates when it is to be received.
+        left: Slots that are freed when the forward has ended.
+        inputs: As ``backward`` where gradients of weights are made apart: what is kept for these is not freed.
+        weights: By whether gradients of the others are made: the weights, in the order in which they are reached.
+        returned: By whether gradients are made: for each tensor that enters the stage and wants a gradient the slot of
+            this gradient; ``None`` if it is none of the stage's.
+        ended: The same: slots that are freed when the backward has ended.
+        kept: Slots that nothing in the step frees: what the step returned.
+    """
+
+    slots: Slots
+    born: tuple[Born, ...]
+    parts: tuple[int, ...]
+    forward: Mapping[int, PartRun]
+    backward: Mapping[bool, Mapping[int, PartRun]]
+    inputs: Mapping[bool, Mapping[int, PartRun]]
+    weights: Mapping[bool, tuple[WeightGradient, ...]]
+    outputs: tuple[int | None, ...]
+    arriving: tuple[int, ...]
+    left: tuple[int, ...]
+    returned: Mapping[bool, tuple[int | None, ...]]
+    ended: Mapping[bool, tuple[int, ...]]
+    kept: tuple[int, ...]
+
+
+class _Entries:
+    """What dies and what is born where in one part, in any order."""
+
+    def __init__(self) -> None:
+        self._moments: list[int] = []  # twice the position, and one more for births
+        self._events: list[int] = []
+
+    def add(self, position: int, slot: int, *, is_born: bool) -> None:
+        self._moments.append(2 * position + is_born)
+        self._events.append(slot + 1 if is_born else -(slot + 1))
+
+    def run(self, owned: Mapping[int, str] = MappingProxyType({})) -> PartRun:
+        """Events in order, what dies at a position before what is born there; and gradients of parameters, by slot."""
+        moment_E = np.array(self._moments, dtype=np.int64)
+        order_E = np.argsort(moment_E, kind="stable")
+        events_E = np.array(self._events, dtype=np.int64)[order_E]
+        if not owned:
+            return PartRun(events_E=events_E)
+        passed_E = np.searchsorted(moment_E[order_E], moment_E[order_E], side="right")
+        events = zip(events_E.tolist(), passed_E.tolist(), strict=True)
+        mortal = {-event - 1 for event in self._events if event < 0}
+        # A gradient that is added to another is freed then; one that stays has been accumulated once it is there.
+        made = (
+            Made(passed, owned[slot], slot)
+            for event, passed in events
+            if (slot := abs(event) - 1) in owned and (event < 0 or slot not in mortal)
+        )
+        return PartRun(events_E=events_E, made=tuple(made))
+
+
+class Stack:
+    """A stage of a network, or of one tensor-parallel rank's part of it, put together; see :func:`stack`."""
+
+    def __init__(self, spec: ModelSpec, shape: StageShape, freed: frozenset[str], ways: Sequence[bool]) -> None:
+        self.spec, self.shape, self._freed = spec, shape, freed
         count = spec.num_layers
-        self._is_first, self._is_last = shape.first == 0, shape.end == count
+        self._is_first = shape.first == 0
         layers = range(shape.first + 1, shape.end + 1)
-        self.parts = (*[0] * self._is_first, *layers, *[count + 1] * (self._is_last and count > 0))
+        self.parts = (*[0] * self._is_first, *layers, *[count + 1] * (shape.end == count > 0))
         self.inside = frozenset(self.parts)
         self._names = {
             (module, attribute): use.name for use in spec.module_map.parameters for module, attribute, _ in use.slots
@@ -102,19 +209,17 @@ class Stack:
         }
         self.born: list[Born] = []
         self.arriving: dict[int, int | None] = {}
-        self._ways: dict[tuple[int, bool], PartEvents] = {}
         self._given: dict[tuple[int, bool, bool], dict[int, Release]] = {}
         self._arriving_labels: dict[int, Label] = {}
         self._bytes: list[int] = []
+        self._forwards = self.parts if self._is_first else (0, *self.parts)
+        self._forward_born = self._add(self._forwards, backward=False, first=True)
+        self._backward_born = {way: self._add(self.parts[::-1], backward=True, first=way) for way in ways}
+        self._left: list[Born] = []
+        self._kept: list[int] = []
 
     def way(self, part: int, *, first: bool) -> PartEvents:
         """How a region runs."""
-        key = part, first
-        if key not in self._ways:
-            self._ways[key] = self._way(part, first)
-        return self._ways[key]
-
-    def _way(self, part: int, first: bool) -> PartEvents:
         shape, last = self.shape, self.spec.num_layers + 1
         if part in (0, last):
             # The head keeps for recomputed layers what they are called with; they come first, so one is enough.
@@ -124,17 +229,19 @@ class Stack:
             recomputed = part <= shape.first + shape.checkpointed
         return region_events(self.spec, part).way(recomputed=recomputed, first=first)
 
-    def add(self, part: int, *, backward: bool, first: bool) -> None:
-        """Give slots to what a region allocates."""
-        events = self.way(part, first=first)
-        found = list(enumerate(events.backward if backward else events.forward))
-        if part == 0 and not self._is_first:
-            found = [(n, item) for n, item in found if item.role == "shared" and not backward]
-        sizes = values_at([item.size for _, item in found], self.shape.rows, self.spec.sequence_length or 1)
-        for (number, item), nbytes in zip(found, sizes, strict=True):
-            slot = len(self._bytes)
-            self.born.append(Born(slot, part, backward, item, number, nbytes))
-            self._bytes.append(nbytes)
+    def _add(self, parts: Sequence[int], *, backward: bool, first: bool) -> list[Born]:
+        """Give slots to what regions allocate."""
+        begin = len(self.born)
+        for part in parts:
+            events = self.way(part, first=first)
+            found = list(enumerate(events.backward if backward else events.forward))
+            if part == 0 and not self._is_first:
+                found = [(n, item) for n, item in found if item.role == "shared" and not backward]
+            sizes = values_at([item.size for _, item in found], self.shape.rows, self.spec.sequence_length or 1)
+            for (number, item), nbytes in zip(found, sizes, strict=True):
+                self.born.append(Born(len(self._bytes), part, backward, item, number, nbytes))
+                self._bytes.append(nbytes)
+        return self.born[begin:]
 
     def add_arriving(self, tensor: TensorSpec, handed: int | None) -> None:
         """Give a slot to a gradient from the next stage, handed on by the last region under index ``handed``."""
@@ -233,157 +340,16 @@ class Stack:
             return self.parts[0], backward, moment.position
         return target, backward, moment.position
 
-
-WAYS = (True, False)
-"""Whether a backward is the first of its batch, which makes the gradients of parameters; the others add to them."""
-
-
-class Made(NamedTuple):
-    """The gradient of a parameter in a backward."""
-
-    event: int  # how many events of the part's backward have passed when it has been accumulated
-    name: str
-    slot: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRun:
-    """The events of one part in one direction.
-
-    Attributes:
-        events_E: ``+(i + 1)`` allocates slot ``i``, ``-(i + 1)`` frees it.
-        made: Gradients of parameters, in order; where they are added to others they are freed by these events.
-    """
-
-    events_E: IntArray
-    made: tuple[Made, ...] = ()
-
-
-class WeightGradient(NamedTuple):
-    """The gradient of a weight that is made apart from those of inputs.
-
-    Attributes:
-        made_bytes: It in the type of the product, of which it is cast to the weight's: the same where that is one.
-        operands: Slots of what it is made of: inputs of products with the weight, and gradients of these products.
-    """
-
-    name: str
-    nbytes: int
-    made_bytes: int
-    operands: tuple[int, ...]
-    received: bool  # whether what the stage received is among them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTemplate:
-    """What one microbatch does inside a stage.
-
-    Attributes:
-        born: Its allocations, of which only sizes depend on the number of rows, by slot; what it is sent comes behind.
-        parts: Its regions in the order of forward, without the head of stages after the first.
-        forward: Events of each region's forward; for stages after the first also of region 0.
-        backward: By whether gradients of parameters are made: events of each region's backward.
-        outputs: For each tensor that leaves the stage the slot that is freed once it has been sent; ``None`` if it is
-            no allocation of the stage, or is kept for its backward anyway.
-        arriving: For each tensor that leaves the stage and wants a gradient the slot of this gradient, which the walk
-            allocates when it is to be received.
-        left: Slots that are freed when the forward has ended.
-        inputs: As ``backward`` where gradients of weights are made apart: what is kept for these is not freed.
-        weights: By whether gradients of the others are made: the weights, in the order in which they are reached.
-        returned: By whether gradients are made: for each tensor that enters the stage and wants a gradient the slot of
-            this gradient; ``None`` if it is none of the stage's.
-        ended: The same: slots that are freed when the backward has ended.
-        kept: Slots that nothing in the step frees: what the step returned.
-    """
-
-    slots: Slots
-    born: tuple[Born, ...]
-    parts: tuple[int, ...]
-    forward: Mapping[int, PartRun]
-    backward: Mapping[bool, Mapping[int, PartRun]]
-    inputs: Mapping[bool, Mapping[int, PartRun]]
-    weights: Mapping[bool, tuple[WeightGradient, ...]]
-    outputs: tuple[int | None, ...]
-    arriving: tuple[int, ...]
-    left: tuple[int, ...]
-    returned: Mapping[bool, tuple[int | None, ...]]
-    ended: Mapping[bool, tuple[int, ...]]
-    kept: tuple[int, ...]
-
-
-def stack(
-    spec: ModelSpec, shape: StageShape, *, freed: frozenset[str] = frozenset(), ways: Sequence[bool] = WAYS
-) -> StageTemplate:
-    """What one microbatch does inside a stage; a :class:`PlanError` if the network was described without events.
-
-    Args:
-        freed: Parameters whose gradients the walk frees, in later backwards too: they wait for the first region's, or
-            are cast before they are added.
-        ways: Of which of :data:`WAYS` to say it.
-    """
-    found = Stack(spec, shape)
-    forwards = found.parts if shape.first == 0 else (0, *found.parts)
-    for part in forwards:
-        found.add(part, backward=False, first=True)
-    marks = {}
-    for first in ways:
-        begin = len(found.born)
-        for part in reversed(found.parts):
-            found.add(part, backward=True, first=first)
-        marks[first] = (begin, len(found.born))
-    return _Laid(found, forwards, marks, freed).template()
-
-
-class _Entries:
-    """What dies and what is born where in one part, in any order."""
-
-    def __init__(self) -> None:
-        self._moments: list[int] = []  # twice the position, and one more for births
-        self._events: list[int] = []
-
-    def add(self, position: int, slot: int, *, is_born: bool) -> None:
-        self._moments.append(2 * position + is_born)
-        self._events.append(slot + 1 if is_born else -(slot + 1))
-
-    def run(self, owned: Mapping[int, str] = MappingProxyType({})) -> PartRun:
-        """Events in order, what dies at a position before what is born there; and gradients of parameters, by slot."""
-        moment_E = np.array(self._moments, dtype=np.int64)
-        order_E = np.argsort(moment_E, kind="stable")
-        events_E = np.array(self._events, dtype=np.int64)[order_E]
-        if not owned:
-            return PartRun(events_E=events_E)
-        passed_E = np.searchsorted(moment_E[order_E], moment_E[order_E], side="right")
-        events = zip(events_E.tolist(), passed_E.tolist(), strict=True)
-        mortal = {-event - 1 for event in self._events if event < 0}
-        # A gradient that is added to another is freed then; one that stays has been accumulated once it is there.
-        made = (
-            Made(passed, owned[slot], slot)
-            for event, passed in events
-            if (slot := abs(event) - 1) in owned and (event < 0 or slot not in mortal)
-        )
-        return PartRun(events_E=events_E, made=tuple(made))
-
-
-class _Laid:
-    def __init__(
-        self, found: Stack, forwards: Sequence[int], marks: Mapping[bool, tuple[int, int]], freed: frozenset[str]
-    ) -> None:
-        self._found, self._forwards, self._freed = found, forwards, freed
-        self._forward_born = found.born[: min(low for low, _ in marks.values())]
-        self._backward_born = {way: found.born[low:high] for way, (low, high) in marks.items()}
-        self._left: list[Born] = []
-        self._kept: list[int] = []
-
     def template(self) -> StageTemplate:
-        found, parts = self._found, self._found.parts
-        spec, shape = found.spec, found.shape
+        """All that is known of it."""
+        spec, shape = self.spec, self.shape
         forward = self._forward()
         leaves = _crossing(spec, shape.end)
         outputs, left = _match(self._sizes(leaves), self._left)
         handed = {item.slot: item.allocation.slot for item in self._left}
         for tensor, output in zip(leaves, outputs, strict=True):
             if tensor.requires_grad:
-                found.add_arriving(tensor, None if output is None else handed[output])
+                self.add_arriving(tensor, None if output is None else handed[output])
         backward, ended, leaving, inputs, weights = {}, {}, {}, {}, {}
         for way in self._backward_born:
             backward[way], ended[way], leaving[way] = self._backward(way, MappingProxyType({}))
@@ -396,15 +362,15 @@ class _Laid:
             returned[way], rest = _match(enters, items)
             ended[way] = (*ended[way], *rest)
         return StageTemplate(
-            slots=found.slots(),
-            born=tuple(found.born),
-            parts=parts,
+            slots=self.slots(),
+            born=tuple(self.born),
+            parts=self.parts,
             forward=forward,
             backward=backward,
             inputs=inputs,
             weights=weights,
             outputs=outputs,
-            arriving=tuple(found.arriving),
+            arriving=tuple(self.arriving),
             left=left,
             returned=returned,
             ended=ended,
@@ -412,53 +378,53 @@ class _Laid:
         )
 
     def _sizes(self, tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
-        spec, rows = self._found.spec, self._found.shape.rows
+        spec, rows = self.spec, self.shape.rows
         return tuple(bytes_at(tensor.bytes, rows, spec.sequence_length or 1) for tensor in tensors)
 
     def _forward(self) -> dict[int, PartRun]:
         at = {part: _Entries() for part in self._forwards}
         for item in self._forward_born:
             at[item.part].add(item.allocation.born.position, item.slot, is_born=True)
-            place = self._found.death(item, first=True)
+            place = self.death(item, first=True)
             if place is None:
                 self._kept.append(item.slot)
                 continue
             part, backward, position = place
             if not backward and part in at:
                 at[part].add(position, item.slot, is_born=False)
-            elif part not in self._found.inside:
+            elif part not in self.inside:
                 self._left.append(item)
         return {part: entries.run() for part, entries in at.items()}
 
     def _operands(self, way: bool) -> dict[int, tuple[str, ...]]:
         """By slot the weights whose gradients are made of it."""
         born = (*self._forward_born, *self._backward_born[way])
-        found = {item.slot: self._found.wanted(item, first=way) for item in born}
-        for slot in self._found.arriving:
-            release = self._found.let_go(slot, first=way)
+        found = {item.slot: self.wanted(item, first=way) for item in born}
+        for slot in self.arriving:
+            release = self.let_go(slot, first=way)
             names = () if release is None else release.weights
-            found[slot] = tuple(self._found.canonical(self._found.parts[-1], name) for name in names)
+            found[slot] = tuple(self.canonical(self.parts[-1], name) for name in names)
         return {slot: names for slot, names in found.items() if names}
 
     def _weights(self, way: bool, operands: Mapping[int, tuple[str, ...]]) -> tuple[WeightGradient, ...]:
-        part = self._found.parts[0]
-        received = {self._found.canonical(part, name) for name in self._found.way(part, first=way).reading}
+        part = self.parts[0]
+        received = {self.canonical(part, name) for name in self.way(part, first=way).reading}
         slots: dict[str, list[int]] = {name: [] for name in received}
         for slot, names in operands.items():
             for name in dict.fromkeys(names):
                 slots.setdefault(name, []).append(slot)
         result = {}
         for item in self._backward_born[way]:
-            name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
+            name = self.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
             if name in slots and name not in result:
                 own = itemsize(item.allocation.dtype)
-                of = min((itemsize(self._found.dtype(slot)) for slot in slots[name]), default=own)
+                of = min((itemsize(self.dtype(slot)) for slot in slots[name]), default=own)
                 result[name] = WeightGradient(
                     name=name,
                     nbytes=item.nbytes,
                     made_bytes=item.nbytes * min(own, of) // own,
                     operands=tuple(slots[name]),
-                    received=self._found.parts[0] > 0 and name in received,
+                    received=self.parts[0] > 0 and name in received,
                 )
         return tuple(result.values())
 
@@ -467,14 +433,13 @@ class _Laid:
     ) -> tuple[dict[int, PartRun], tuple[int, ...], list[Born]]:
         """Events of every region's backward without later made ``operands``, what its end frees, and what leaves."""
         later = set().union(*operands.values())
-        inside = self._found.inside
-        at = {part: _Entries() for part in self._found.parts}
+        at = {part: _Entries() for part in self.parts}
         ended = self._given_up(way, operands, at)
         leaving: list[Born] = []
         owned: dict[int, str] = {}
         for item in self._backward_born[way]:
-            place = self._found.death(item, first=way)
-            name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
+            place = self.death(item, first=way)
+            name = self.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
             if name and name in later:
                 continue
             at[item.part].add(item.allocation.born.position, item.slot, is_born=True)
@@ -484,7 +449,7 @@ class _Laid:
                 continue
             if place is None:
                 ended.append(item.slot)
-            elif place[0] in inside:
+            elif place[0] in self.inside:
                 at[place[0]].add(place[2], item.slot, is_born=False)
             else:
                 leaving.append(item)
@@ -492,19 +457,32 @@ class _Laid:
 
     def _given_up(self, way: bool, operands: Mapping[int, tuple[str, ...]], at: Mapping[int, _Entries]) -> list[int]:
         """Enter into a backward where it frees what was there before it; what it leaves to its end."""
-        found, ended = self._found, []
+        ended = []
         for item in self._forward_born:
-            place = found.death(item, first=way)
-            if place is not None and place[1] and place[0] in found.inside and item.slot not in operands:
+            place = self.death(item, first=way)
+            if place is not None and place[1] and place[0] in self.inside and item.slot not in operands:
                 at[place[0]].add(place[2], item.slot, is_born=False)
-        for slot in (slot for slot in found.arriving if slot not in operands):
-            release = found.let_go(slot, first=way)
-            place = None if release is None else found.absolute(release.dies, found.parts[-1])
-            if place is not None and place[0] in found.inside:
+        for slot in (slot for slot in self.arriving if slot not in operands):
+            release = self.let_go(slot, first=way)
+            place = None if release is None else self.absolute(release.dies, self.parts[-1])
+            if place is not None and place[0] in self.inside:
                 at[place[0]].add(place[2], slot, is_born=False)
             else:
                 ended.append(slot)
         return ended
+
+
+def stack(
+    spec: ModelSpec, shape: StageShape, *, freed: frozenset[str] = frozenset(), ways: Sequence[bool] = WAYS
+) -> StageTemplate:
+    """What one microbatch does inside a stage; a :class:`PlanError` if the network was described without events.
+
+    Args:
+        freed: Parameters whose gradients the walk frees, in later backwards too: they wait for the first region's, or
+            are cast before they are added.
+        ways: Of which of :data:`WAYS` to say it.
+    """
+    return Stack(spec, shape, freed, ways).template()
 
 
 def _crossing(spec: ModelSpec, cut: int) -> tuple[TensorSpec, ...]:

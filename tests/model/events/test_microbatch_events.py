@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.events.microbatch_events import Stack, StageShape, region_events, stack
+from lightning_mist.model.events.microbatch_events import WAYS, Stack, StageShape, region_events, stack
 from tests.cost.events import WIDTH, with_events
 from tests.specs import spec
 
@@ -88,7 +88,7 @@ def test_weights_can_be_put_off(network):
 
 def test_tied_gradients_wait_for_each_other():
     network = with_events(spec(4, tied=True), tied=True)
-    template = stack(network, shape(0, 4), tied=frozenset({"wte.weight"}))
+    template = stack(network, shape(0, 4), freed=frozenset({"wte.weight"}))
     for part in (0, 5):
         (made,) = template.backward[False][part].made
         assert made.name == "wte.weight"
@@ -96,7 +96,8 @@ def test_tied_gradients_wait_for_each_other():
 
 
 def stack_of_parts(network, first=0, end=4, checkpointed=0):
-    return Stack(network, StageShape(first=first, end=end, checkpointed=checkpointed, rows=2))
+    shaped = StageShape(first=first, end=end, checkpointed=checkpointed, rows=2)
+    return Stack(network, shaped, frozenset(), WAYS)
 
 
 def test_parameters_go_by_their_names_within_a_layer_or_by_their_whole_names(network):
@@ -110,21 +111,22 @@ def test_parameters_go_by_their_names_within_a_layer_or_by_their_whole_names(net
 def test_stages_behind_the_first_run_what_the_batch_alone_determines(network):
     found = stack_of_parts(network, 2, 3)
     assert found.parts == (3,)
-    found.add(0, backward=False, first=True)
-    (mask,) = found.born
+    (mask,) = (item for item in found.born if item.part == 0)
     assert mask.nbytes == 200
     # It dies where the first layer's backward lets go of it: here that of the stage's first layer.
     assert found.death(mask, first=True) == (3, True, 6)
 
 
+def handed_on(found):
+    return [item for item in found.born if item.part == 1 and not item.backward and item.allocation.slot == 0]
+
+
 def test_what_is_handed_on_dies_where_the_next_layer_lets_go_of_it(network):
     found = stack_of_parts(network)
-    found.add(1, backward=False, first=True)
-    output = next(item for item in found.born if item.nbytes == 2 * WIDTH and item.allocation.slot == 0)
+    (output,) = handed_on(found)
     assert found.death(output, first=False) == (2, True, 5)
     alone = stack_of_parts(network, 0, 1)
-    alone.add(1, backward=False, first=True)
-    assert alone.death(alone.born[output.slot], first=False)[0] == 2
+    assert [alone.death(item, first=False)[0] for item in handed_on(alone)] == [2]
 
 
 def test_the_way_of_a_region_follows_from_the_plan(network):
