@@ -2,7 +2,7 @@ import pytest
 
 from lightning_mist.estimate.replay.rank_replay import Alive
 from lightning_mist.estimate.stage_estimates import SHOWN_TENSORS, phase_in_words, tensors_at_peak
-from lightning_mist.model.events.event_tape import Label
+from lightning_mist.model.events import Label
 
 
 @pytest.mark.parametrize(

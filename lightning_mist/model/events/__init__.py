@@ -8,11 +8,14 @@ from lightning_mist.model.events.event_peaks import (
     selective_peaks,
     timeline_of,
 )
-from lightning_mist.model.events.event_tape import EventTape, Label, Mark, TapeBlock
 from lightning_mist.model.events.microbatch_events import (
+    EventTape,
+    Label,
+    Mark,
     PartRun,
     StageShape,
     StageTemplate,
+    TapeBlock,
     WeightGradient,
     stack,
 )

@@ -1,6 +1,6 @@
 from lightning_mist.estimate.replay.gradient_events import BUCKETS_IN_FLIGHT, Gradients
 from lightning_mist.estimate.replay.rank_state import ReplayedRank, padded
-from lightning_mist.model.events.event_tape import EventTape, Label
+from lightning_mist.model.events import EventTape, Label
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.gradients import reducer
 from lightning_mist.schedule import Action, ActionKind
