@@ -58,20 +58,9 @@ class Polynomial:
 
 
 def values_at(polynomials: Sequence[Polynomial], rows: int, length: int = 1) -> list[int]:
-    """Values of many polynomials, which mostly share their monomials, at one size; a ValueError as of ``at``."""
-    known: dict[tuple[tuple[Powers, ...], tuple[int, ...], int], int] = {}
-    monomials: dict[tuple[Powers, ...], tuple[int, ...]] = {}
-    values = []
-    for item in polynomials:
-        key = (item.powers, item.coefficients, item.denominator)
-        if key not in known:
-            if item.powers not in monomials:
-                monomials[item.powers] = tuple(rows**i * length**j for i, j in item.powers)
-            total = sum(c * m for c, m in zip(item.coefficients, monomials[item.powers], strict=True))
-            value, rest = divmod(total, item.denominator)
-            known[key] = value if not rest else item.at(rows, length)
-        values.append(known[key])
-    return values
+    """Values of many polynomials, of which many are equal, at one size; a ValueError as of ``at``."""
+    known = {item: item.at(rows, length) for item in {*polynomials}}
+    return [known[item] for item in polynomials]
 
 
 @lru_cache(maxsize=4096)

@@ -249,8 +249,9 @@ def _named_gradients(subject: Subject, ledger: Ledger, names: dict[int, str]) ->
     """Inside, gradients of parameters are known as such, also those that are only added to others."""
 
     def note(name: str, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # imitations have none for their parameters
-            ledger.note_gradient(gradient, name)
+        # Imitations have none for their parameters.
+        if gradient is not None and (found := ledger.find(gradient)) is not None:
+            found.parameter = name
 
     with ExitStack() as stack:
         for p in subject.parameters:

@@ -206,12 +206,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found.weights.remove(operand[1:])
             self.note_weight(cast, *operand[1:])
 
-    def note_gradient(self, tensor: torch.Tensor, name: str) -> None:
-        """A tensor is the gradient of a parameter."""
-        found = self.find(tensor)
-        if found is not None:
-            found.parameter = name
-
     def end_forward(self) -> None:
         """The step's forward has ended: what is alive now was saved."""
         for storage in self._live.values():
