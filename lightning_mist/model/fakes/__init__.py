@@ -9,8 +9,10 @@ from lightning_mist.model.fakes.fake_modules import (
     convert_plain_tensors,
     device_of,
     fake_like,
+    fake_parameters,
     filled,
     has_values,
+    isolated,
     parameter_slots,
     put,
     quiet_fakes,
@@ -19,9 +21,9 @@ from lightning_mist.model.fakes.fake_modules import (
     slots_of,
     state_of,
     storage_of,
+    substitute_parameters,
     thin,
 )
-from lightning_mist.model.fakes.isolate import fake_parameters, isolated, substitute_parameters
 from lightning_mist.model.fakes.origins import (
     NOWHERE,
     Guesses,

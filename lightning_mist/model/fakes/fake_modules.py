@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.attributes import replaced
+from lightning_mist.model.user_code import unchanged
 from lightning_mist.plan.calls import is_simple
+from lightning_mist.recomputation import neutral_checkpointing
 from lightning_mist.tensors import (
     batch_rows,
     batch_tensors,
@@ -22,6 +24,7 @@ from lightning_mist.tensors import (
     is_row_list,
     rebuild,
     sequence_length,
+    substitute,
 )
 from lightning_mist.without_values import memory_rules, without_warnings
 
@@ -44,13 +47,6 @@ def renew_flat_weights(module: nn.Module) -> None:
 def has_values(module: nn.Module) -> bool:
     """Whether every parameter has numbers of its own."""
     return not any(map(is_hollow, module.parameters()))
-
-
-def form_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """An uninitialised tensor of the same form; contiguous if the original has no storage of its own."""
-    if is_hollow(tensor) and not tensor.is_meta:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 @contextmanager
@@ -147,7 +143,7 @@ def device_of(batch: Any) -> torch.device:
 
 # Numbers in the place of parameters, so that a block can be tried whether or not its own values are there.
 #
-# Inside :func:`~lightning_mist.model.fakes.isolate.isolated` only, which puts the user's tensors back.
+# Inside :func:`isolated` only, which puts the user's tensors back.
 
 Slot = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -230,3 +226,67 @@ class WithoutDropout(TorchFunctionMode):
         if isinstance(result, Tensor) and type(result) in (Tensor, nn.Parameter) and result.is_floating_point():
             self.coarsest = max(self.coarsest, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result
+
+
+# Running a user's step without leaving a trace in the module: all but gradients, which the caller keeps, comes back.
+
+_HOST = torch.device("cpu")
+
+
+@contextmanager
+def isolated(module: nn.Module) -> Iterator[None]:
+    """As :func:`~lightning_mist.model.user_code.unchanged`; inside, every operator of a step can be seen.
+
+    Compiled functions run eagerly, and the user's own activation checkpointing is off (see
+    :mod:`lightning_mist.recomputation`).
+    """
+    with unchanged(module), neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _fake_form(tensor: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
+    """A fake of the same form; contiguous if the original has no storage of its own."""
+    device = home if tensor.is_meta else tensor.device
+    with mode:
+        if is_hollow(tensor) and not tensor.is_meta:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def substitute_parameters(
+    module: nn.Module, mode: FakeTensorMode | None, owners: Mapping[tuple[str, str], object], home: torch.device = _HOST
+) -> tuple[nn.Parameter, ...]:
+    """Put substitutes into every parameter slot, inside :func:`isolated` only.
+
+    Args:
+        mode: Makes fake substitutes; ``None`` for substitutes that share the real values.
+        owners: For a slot ``(module name, attribute name)``, who uses it: slots of one parameter with different owners
+            get different substitutes. Slots that are not named count as one owner.
+
+    Returns:
+        The substitutes, in the order of the slots that they fill first.
+    """
+    made: dict[tuple[int, object], nn.Parameter] = {}
+    for name, item, attribute, parameter in parameter_slots(module):
+        key = (id(parameter), owners.get((name, attribute)))
+        if key not in made:
+            data = _fake_form(parameter, mode, home) if mode is not None else parameter.detach()
+            made[key] = substitute(parameter, data, requires_grad=parameter.requires_grad)
+        item._parameters[attribute] = made[key]
+    for item in module.modules():
+        for attribute, buffer in item._buffers.items():
+            if mode is not None and buffer is not None and buffer.is_meta:
+                item._buffers[attribute] = _fake_form(buffer, mode, home)
+    renew_flat_weights(module)
+    return tuple(made.values())
+
+
+def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:
+    """Put a fake in the place of every parameter, another one for each slot, so that uses of tied slots differ.
+
+    Returns:
+        Module name and attribute of each fake by its ``id``. The module keeps the fakes alive.
+    """
+    slots = [(name, attribute) for name, _, attribute, _ in parameter_slots(module)]
+    fakes = substitute_parameters(module, mode, dict(zip(slots, slots, strict=True)), torch.device("meta"))
+    return {id(fake): slot for fake, slot in zip(fakes, slots, strict=True)}

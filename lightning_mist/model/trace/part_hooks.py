@@ -176,7 +176,7 @@ def present_parts(
     context: SplitContext,
     mode: FakeTensorMode,
 ) -> tuple[nn.Parameter, ...]:
-    """Put parts in the place of substitutes, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only."""
+    """Put parts in the place of substitutes, inside :func:`~lightning_mist.model.fakes.fake_modules.isolated` only."""
     canonical = {(owner, attribute): use.name for use in module_map.parameters for owner, attribute, _ in use.slots}
     made: dict[int, tuple[nn.Parameter, Tensor]] = {}
     for owner, item, attribute, parameter in parameter_slots(module):

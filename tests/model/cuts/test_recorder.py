@@ -6,8 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.model.cuts.recorder import Refused, StepRecorder
-from lightning_mist.model.fakes.fake_modules import address_of
-from lightning_mist.model.fakes.isolate import fake_parameters
+from lightning_mist.model.fakes.fake_modules import address_of, fake_parameters
 from lightning_mist.plan.calls import block_value, intercepted, is_block_value
 
 A, B = "blocks.0", "blocks.1"

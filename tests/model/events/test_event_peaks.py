@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model import trace_model
 from lightning_mist.model.events.event_peaks import part_peaks, place_step, target_part, timeline_of
-from lightning_mist.model.fakes.fake_modules import resize_batch
-from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.fakes.fake_modules import isolated, resize_batch, substitute_parameters
 from lightning_mist.model.spec.allocation_events import StepPoint
 from lightning_mist.model.trace.counted_step import Subject, count_step
 from lightning_mist.model.trace.ledger import PhaseCount

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import map_module, trace_model
-from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.fakes.fake_modules import isolated, substitute_parameters
 from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step, group, module_key, trained_beside
 from lightning_mist.model.trace.part_hooks import loss_of
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model import trace_model
-from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.fakes.fake_modules import isolated, substitute_parameters
 from lightning_mist.model.spec import MICROBATCH
 from lightning_mist.model.spec.allocation_events import Allocation, PartEvents, StepPoint
 from lightning_mist.model.spec.polynomial import CONSTANT, QUADRATIC, Basis, MisfitError

@@ -13,8 +13,7 @@ from torch import nn
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model import ModelSpec, trace_model
-from lightning_mist.model.fakes.fake_modules import resize_batch
-from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.fakes.fake_modules import isolated, resize_batch, substitute_parameters
 from lightning_mist.model.spec import MICROBATCH, SEQUENCE, LayerSpec, OperatorCost
 from lightning_mist.model.spec.polynomial import BILINEAR, CONSTANT, QUADRATIC
 from lightning_mist.model.spec.polynomial import MICROBATCH as b
