@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_mist.attributes import items_replaced, replaced
+from lightning_mist.attributes import items_replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import parameter_slots, quiet_fakes, renew_flat_weights
 from lightning_mist.model.operator_costs import written
@@ -370,15 +370,18 @@ class Reset:
 
     def value(self, seed: int) -> Tensor:
         """The values, as of any :class:`Source`."""
-        held = {name: p for name, p in self.owner._parameters.items() if p is not None}
-        with ExitStack() as stack:
-            for name, p in held.items():  # perhaps a part by now, or of the type that is computed in
-                form = self.forms[name]
-                stack.enter_context(replaced(p, data=torch.empty(form.shape, dtype=form.dtype)))
-            with torch.random.fork_rng(devices=()), torch.no_grad():
-                torch.default_generator.manual_seed(construction_seed(seed, self.name))
-                self.run()
-            return held[self.attribute].data
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(construction_seed(seed, self.name))
+            return self.fill()[self.attribute].data
+
+    def fill(self) -> dict[str, nn.Parameter]:
+        """Let the module initialise itself: its buffers, and parameters of its own ones' forms, which are returned."""
+        # What is in their place may be a part by now, or of the type that is computed in.
+        made = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in self.forms.items()}
+        parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in made.items()}
+        with items_replaced([(self.owner._parameters, *item) for item in parameters.items()]), torch.no_grad():
+            self.run()
+        return parameters
 
 
 def empty_out(parameter: Tensor, device: torch.device | None = None) -> None:
@@ -413,10 +416,13 @@ def find_sources(module: nn.Module) -> dict[str, Source]:
         elif parameter.is_meta:
             sources[name] = _reset(module, *owners[id(parameter)], "parameter", name)
     for owner_name, owner in module.named_modules():
-        missing = [name for name, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
+        missing = {name: b for name, b in owner._buffers.items() if b is not None and b.is_meta}
         if missing:
-            reset = _reset(module, owner_name, owner, missing[0], "buffer", f"{owner_name}.{missing[0]}".lstrip("."))
-            _reset_buffers(owner, reset)
+            first = next(iter(missing))
+            reset = _reset(module, owner_name, owner, first, "buffer", f"{owner_name}.{first}".lstrip("."))
+            owner._buffers.update((name, torch.empty(b.shape, dtype=b.dtype)) for name, b in missing.items())
+            with torch.random.fork_rng(devices=()):
+                reset.fill()
     return sources
 
 
@@ -437,20 +443,6 @@ def _reset(module: nn.Module, owner_name: str, owner: nn.Module, attribute: str,
         "reset_parameters(). Build the module inside `with trainer.init_module(empty_init=True)`, which remembers how "
         "it is initialised, or give the class reset_parameters(), or load values with ckpt_path"
     )
-
-
-def _reset_buffers(owner: nn.Module, reset: Reset) -> None:
-    for name, buffer in owner._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            owner._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    space = owner._parameters
-    meanwhile = [
-        (space, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False))
-        for name, p in space.items()
-        if p is not None
-    ]
-    with items_replaced(meanwhile), torch.random.fork_rng(devices=()), torch.no_grad():
-        reset.run()
 
 
 def load_hollow(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

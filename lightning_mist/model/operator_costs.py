@@ -240,14 +240,9 @@ def read_linear(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Mapping[int, Tensor]
 ) -> LinearCall | None:
     """A call of a torch function as a linear layer on one of the parameters by ``id``, None if it is none."""
-    found = operands_of(func, args, kwargs)
-    is_scaled = found is not None and func is not functional.linear and bool(kwargs)
-    return None if found is None or is_scaled else _matched(*found, parameters)
-
-
-def _matched(
-    given: Any, weight: Any, bias: Any, output_dim: int, parameters: Mapping[int, Tensor]
-) -> LinearCall | None:
+    given, weight, bias, output_dim = operands_of(func, args, kwargs) or (None, None, None, 0)
+    if func is not functional.linear and kwargs:
+        return None  # it is scaled
     if not isinstance(weight, Tensor) or not isinstance(given, Tensor) or weight.dim() != 2 or not given.dim():
         return None
     base, first = weight, 0

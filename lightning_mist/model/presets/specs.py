@@ -432,8 +432,9 @@ def preset_map(
         blocks=tuple(f"blocks.{layer}" for layer in range(shape.layers)),
         cuts=tuple((cut,) for cut in cuts),
         parameters=tuple(
-            ParameterUse(name=name, slots=(_slot(name, region),), shape=sizes, dtype=dtype, requires_grad=True)
+            ParameterUse(name=name, slots=((owner, last, (region,)),), shape=sizes, dtype=dtype, requires_grad=True)
             for name, sizes, region in parameters(shape, length)
+            for owner, _, last in (name.rpartition("."),)
         ),
         batch_rows=rows,
         splits=tuple(split_of(shape, length, degree) for degree in fitting),
@@ -446,11 +447,6 @@ def preset_map(
             for degree in sorted({*contexts} - {1, *sharing})
         ),
     )
-
-
-def _slot(name: str, region: int) -> tuple[str, str, tuple[int, ...]]:
-    owner, _, attribute = name.rpartition(".")
-    return owner, attribute, (region,)
 
 
 def _counts(shape: LanguageModelShape) -> str:

@@ -378,14 +378,14 @@ def run_block(
             output = call.block(*args, **kwargs)
         if context is not None:
             _refuse_mixed_tokens(context)
-            flat = tree_flatten(output)[0]
             dim = None if sequence is None else sequence.dim
             leaves = tuple(
                 (index, leaf.shared_dim)
-                for index, leaf in enumerate(flat)
-                if isinstance(leaf, SplitTensor) and leaf.shared_dim == dim and leaf.shape == _shape(call)
+                for index, leaf in enumerate(tree_flatten(output)[0])
+                if isinstance(leaf, SplitTensor) and leaf.shape == _shape(call)
             )
-            _refuse_parts_of_hidden(flat, dim, _shape(call))
+            if other := [each for _, each in leaves if each != dim]:
+                raise TraceError(f"its result comes in parts along dimension {other[0]}, which the next takes whole")
             output = leaving(output, context)
     outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     given = [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in outputs]
@@ -436,12 +436,6 @@ def _refuse_mixed_tokens(context: SplitContext) -> None:
             f"tokens that lie on different ranks meet in {', '.join(mixing)}: outside of {ATTENTION} every token must "
             "be computed by itself, by functions that are known to do so"
         )
-
-
-def _refuse_parts_of_hidden(results: Sequence[Any], dim: int | None, shape: tuple[int, ...]) -> None:
-    for leaf in results:
-        if isinstance(leaf, SplitTensor) and leaf.shared_dim != dim and leaf.shape == shape:
-            raise TraceError(f"its result comes in parts along dimension {leaf.shared_dim}, which the next takes whole")
 
 
 def _shape(call: BlockCall) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import sympy
@@ -252,29 +251,27 @@ def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tu
     """What parts of a step cost; a :class:`MisfitError` if a count is no polynomial of the sizes."""
     lines = [_peaks(ways.basis, w) for w in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)]
     events = layer_events(ways, examples, is_fake=is_fake)
-    again = selective_events(ways, examples, is_fake=is_fake)
-    kept = [_peaks(ways.basis, way) for way in ways.selective or ()]
+    by_operator = [(_peaks(ways.basis, way), _Steps(ways, way, is_fake)) for way in ways.selective or ()]
     found = []
-    for example, event, pair in zip(examples, events, again, strict=True):
+    for example, event in zip(examples, events, strict=True):
         part = _layer_spec(ways, lines, example, event)
-        if pair is not None:
-            part = replace(part, selective=_selective(ways, kept, example, pair))
+        if by_operator:
+            part = replace(part, selective=_selective(ways, by_operator, example))
         found.append(part if part.example else not_recomputed(part))
     return tuple(found)
 
 
-def _selective(
-    ways: Ways, lines: Sequence[StepPeaks], example: Example, events: tuple[PartEvents, PartEvents]
-) -> SelectiveSpec:
-    """What a part costs where layers are recomputed by operator."""
+def _selective(ways: Ways, found: Sequence[tuple[StepPeaks, "_Steps"]], example: Example) -> SelectiveSpec:
+    """What a part costs where layers are recomputed by operator, from a first backward and a later one."""
     part, basis = example.part, ways.basis
+    (first, first_events), (later, later_events) = found
     return SelectiveSpec(
-        saved_bytes=basis.expression(lines[0].saved[part]),
-        forward_peak_bytes=lines[0].forward_peak(part),
-        backward_peak_bytes=lines[1].backward_peak(part),
-        first_backward_peak_bytes=lines[0].backward_peak(part),
+        saved_bytes=basis.expression(first.saved[part]),
+        forward_peak_bytes=first.forward_peak(part),
+        backward_peak_bytes=later.backward_peak(part),
+        first_backward_peak_bytes=first.backward_peak(part),
         work=fit_work(basis, _repeated(ways, part), f"{example.label}'s repeated forward"),
-        events=events,
+        events=(first_events.part_events(example), later_events.part_events(example)),
     )
 
 
@@ -483,14 +480,6 @@ def boundary_specs(
 _Place = tuple[int, Direction, int]  # part, direction and position of a moment
 
 
-def selective_events(
-    ways: Ways, examples: Sequence[Example], *, is_fake: bool
-) -> list[tuple[PartEvents, PartEvents] | None]:
-    """The events of parts where layers are recomputed by operator, in a first backward and a later one."""
-    steps = [_Steps(ways, way, is_fake) for way in ways.selective or ()]
-    return [(steps[0].part_events(item), steps[1].part_events(item)) if steps else None for item in examples]
-
-
 def layer_events(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerEvents, ...]:
     """The events of parts in the four ways to run them; fakes tell which tensors only the batch shapes."""
     steps = [
@@ -509,13 +498,10 @@ class _Steps:
         self._last = len(way.run.forward) - 1
         self._imitated = {position + 1 for position, twin in enumerate(ways.twins) if twin is not None}
         self._sizes = dict(zip(map(id, way.run.storages), way.sizes, strict=True))
-
-    @cached_property
-    def _places(self) -> list[_Place]:
-        """Of every reading; the position of what is gone at it is one more than that of the reading before."""
-        return places(self._run)
+        self._places = places(way.run)
 
     def _death(self, storage: Storage) -> _Place | None:
+        """The position of what is gone at a reading is one more than that of the reading before."""
         if storage.died is None:
             return None
         part, direction, position = self._places[storage.died - 1]
