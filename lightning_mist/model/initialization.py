@@ -90,9 +90,6 @@ class Recording:
         """What another process needs: fake storages cannot go there, and nothing is noted there."""
         return {**vars(self), "_numbers": {}, "_storages": []}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def place(self, tensor: Tensor) -> _Place:
         """Where a fake tensor is."""
         storage = tensor.untyped_storage()
@@ -518,9 +515,7 @@ class InitialValues:
         """The parameters that have no values of their own."""
         return frozenset(self._sources)
 
-    def materialize(
-        self, names: Collection[str], *, alone: bool = False, give: Callable[[str, Tensor], None] | None = None
-    ) -> None:
+    def materialize(self, names: Collection[str], *, give: Callable[[str, Tensor], None] | None = None) -> None:
         """Give parameters their values, contiguous in memory, one after the other.
 
         All ranks call this at the same time, each with its own names.
@@ -531,7 +526,7 @@ class InitialValues:
         """
         for name, source in self._sources.items():
             parameter = self._parameters[name]
-            is_shared = isinstance(source, OnRankZero) and not alone
+            is_shared = isinstance(source, OnRankZero)
             if not is_shared and name not in names:
                 continue
             value = torch.empty(self._shapes[name], dtype=parameter.dtype, device=self._device)
@@ -558,13 +553,13 @@ class InitialValues:
         self._sources.clear()
 
     @contextmanager
-    def lean(self, blocks: Sequence[str], *, alone: bool = False) -> Iterator[None]:
+    def lean(self, blocks: Sequence[str]) -> Iterator[None]:
         """Inside, the module can run, and holds little: of blocks of one form all use the parameters of the first."""
         with blocks_alike(self._module, blocks, [self._parameters[name] for name in self._sources]):
             in_use = {id(parameter) for parameter in self._module.parameters()}
             names = [name for name in self._sources if id(self._parameters[name]) in in_use]
             try:
-                self.materialize(names, alone=alone)
+                self.materialize(names)
                 yield
             finally:
                 self.free(names)

@@ -68,20 +68,13 @@ def _family(operator: Any) -> OperatorKind:
     return "matmul" if operator._overloadpacket in flop_registry else "elementwise"
 
 
-@cache
-def _causal_position(operator: Any) -> int | None:
-    names = [argument.name for argument in operator._schema.arguments]
-    return names.index("is_causal") if "is_causal" in names else None
-
-
 def kind_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorKind:
     """The kind of an operator that computes."""
     kind = _family(operator)
-    position = _causal_position(operator) if kind == "attention" else None
-    if position is None:
+    if kind != "attention":
         return kind
-    causal = args[position] if position < len(args) else kwargs.get("is_causal", False)
-    return "causal_attention" if causal else kind
+    given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    return "causal_attention" if given.get("is_causal") else kind
 
 
 # What one operator costs: floating-point operations and bytes moved, from its arguments and its result.

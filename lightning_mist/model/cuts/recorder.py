@@ -10,7 +10,7 @@ happened: the stage that computes what comes after the last block has the real v
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,6 +58,8 @@ from lightning_mist.without_values import (
     is_read,
     some_places,
 )
+
+Call = Callable[..., Any]
 
 _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
 _EFFECTS = frozenset(("__set__", "backward"))
@@ -184,6 +186,14 @@ class StepRecorder(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._operators.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def run(self, call: Call, batch: Any, blocks: Mapping[str, nn.Module], kept: Callable[[], Any]) -> None:
+        """Record a whole run of the step; ``kept`` gives what is needed of it besides what it returned."""
+        self.know(batch_tensors(batch))
+        names, watched = tuple(blocks), tuple(blocks.values())
+        with intercepted(watched, lambda at, forward: partial(self.call_block, names[at], forward)), self:
+            output = call(batch)
+        self.finish((output, kept()))
 
     def finish(self, output: tuple[Any, Any]) -> Record:
         """Count what the step returned, and what is kept of it, as used, and hand over the record."""
@@ -369,7 +379,7 @@ class StepRecorder(TorchFunctionMode):
                 f"a value that depends on parameters is written into a part of another tensor ({name} at {user_line()})"
             )
         else:
-            fake = fake_like(next(t for t in tensors if isinstance(t, FakeTensor)), target)
+            fake = fake_like(target, next(t for t in tensors if isinstance(t, FakeTensor)).fake_mode)
             become(target, fake)
             self._became.append((target, fake))
 
@@ -469,9 +479,6 @@ def _describe(leaf: Any, inputs: list[Any]) -> tuple[Any, ...]:
 # Running the user's step twice on fake parameters, and putting everything back.
 
 
-Call = Callable[..., Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """Two runs of a step, and what they left behind."""
@@ -495,15 +502,12 @@ def run_twice(
 
     Where the step reads an unknown truth value it is told False, and if it then fails, True.
     """
-    rows = tuple(batch_rows(batch) for batch in batches)
     failures = []
     for guess in (False, True):
         recorders: list[StepRecorder] = []
         with unchanged(module) as before, quiet_fakes():
             try:
-                runs = _attempt(
-                    *(module, call, batches, candidates, recorders), kept=kept, guess=guess, before=before, rows=rows
-                )
+                runs = _attempt(module, call, batches, candidates, recorders, kept=kept, guess=guess, before=before)
             finally:
                 for recorder in reversed(recorders):
                     recorder.undo()
@@ -525,9 +529,9 @@ def _attempt(
     kept: Callable[[], Any],
     guess: bool,
     before: ModuleState,
-    rows: tuple[int | None, ...],
 ) -> Runs:
     generators = Generators()
+    blocks = {name: module.get_submodule(name) for name in candidates}
     originals = {id(parameter): name for name, parameter in module.named_parameters()}
     buffers = {address_of(b): name for name, b in module.named_buffers(remove_duplicate=False) if b.numel()}
     slots = fake_parameters(module, fake_mode())
@@ -540,9 +544,10 @@ def _attempt(
         recorders.append(recorder)
         own = copy_batch(batch, with_tensors=True)
         versions = [(tensor, tensor._version) for tensor in batch_tensors(own)]
-        failure = _run(module, call, own, recorder, candidates, kept)
-        if failure:
-            records = []
+        try:
+            recorder.run(call, own, blocks, kept)
+        except (Exception, Refused) as error:
+            records, failure = [], _failure(recorder.record, error, module)
             break
         batch_changed = batch_changed or any(tensor._version != version for tensor, version in versions)
         records.append(recorder.record)
@@ -550,31 +555,11 @@ def _attempt(
     return Runs(
         records=tuple(records),
         failure=failure,
-        rows=rows,
+        rows=tuple(batch_rows(batch) for batch in batches),
         states=tuple(states),
         outside=tuple(generators.outside_torch(Generators())),
         batch_changed=batch_changed,
     )
-
-
-def _run(
-    module: nn.Module,
-    call: Call,
-    batch: Any,
-    recorder: StepRecorder,
-    candidates: tuple[str, ...],
-    kept: Callable[[], Any],
-) -> str:
-    blocks = [module.get_submodule(name) for name in candidates]
-
-    try:
-        recorder.know(batch_tensors(batch))
-        with intercepted(blocks, lambda at, forward: partial(recorder.call_block, candidates[at], forward)), recorder:
-            output = call(batch)
-        recorder.finish((output, kept()))
-    except (Exception, Refused) as error:
-        return _failure(recorder.record, error, module)
-    return ""
 
 
 def _failure(record: Record, error: BaseException, module: nn.Module) -> str:

@@ -63,10 +63,16 @@ def quiet_fakes() -> Iterator[None]:
             yield
 
 
-def fake_like(fake: FakeTensor, tensor: Tensor) -> Tensor:
-    """A fake of the same mode as ``fake`` with the form of ``tensor``."""
-    with fake.fake_mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+_HOST = torch.device("cpu")
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, home: torch.device = _HOST) -> Tensor:
+    """A fake of the same form; contiguous if the original has no storage of its own, at ``home`` if it is nowhere."""
+    device = home if tensor.is_meta else tensor.device
+    with mode:
+        if is_hollow(tensor) and not tensor.is_meta:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def address_of(tensor: Tensor) -> int:
@@ -230,8 +236,6 @@ class WithoutDropout(TorchFunctionMode):
 
 # Running a user's step without leaving a trace in the module: all but gradients, which the caller keeps, comes back.
 
-_HOST = torch.device("cpu")
-
 
 @contextmanager
 def isolated(module: nn.Module) -> Iterator[None]:
@@ -242,15 +246,6 @@ def isolated(module: nn.Module) -> Iterator[None]:
     """
     with unchanged(module), neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
         yield
-
-
-def _fake_form(tensor: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
-    """A fake of the same form; contiguous if the original has no storage of its own."""
-    device = home if tensor.is_meta else tensor.device
-    with mode:
-        if is_hollow(tensor) and not tensor.is_meta:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def substitute_parameters(
@@ -270,13 +265,13 @@ def substitute_parameters(
     for name, item, attribute, parameter in parameter_slots(module):
         key = (id(parameter), owners.get((name, attribute)))
         if key not in made:
-            data = _fake_form(parameter, mode, home) if mode is not None else parameter.detach()
+            data = fake_like(parameter, mode, home) if mode is not None else parameter.detach()
             made[key] = substitute(parameter, data, requires_grad=parameter.requires_grad)
         item._parameters[attribute] = made[key]
     for item in module.modules():
         for attribute, buffer in item._buffers.items():
             if mode is not None and buffer is not None and buffer.is_meta:
-                item._buffers[attribute] = _fake_form(buffer, mode, home)
+                item._buffers[attribute] = fake_like(buffer, mode, home)
     renew_flat_weights(module)
     return tuple(made.values())
 

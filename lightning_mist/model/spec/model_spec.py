@@ -261,6 +261,8 @@ class LayerSpec:
             )
             for item in (*self.forward_work, *self.backward_work)
         )
+        ways = self.events.first, self.events.later
+        first_made, added = (_chunked(way, self.events.later, count, share) for way in ways)
         return replace(
             self,
             forward_work=(),
@@ -276,7 +278,7 @@ class LayerSpec:
             first_recompute_backward_peak_bytes=handed + first,
             weight_flops=sympy.S.Zero,
             weight_bytes=sympy.S.Zero,
-            events=_tail_events(self.events, count, share),
+            events=LayerEvents(first=first_made, later=added, recomputed_first=first_made, recomputed_later=added),
         )
 
     @property
@@ -419,7 +421,7 @@ class ModelSpec:
     @property
     def recomputes_by_operator(self) -> bool:
         """Whether it is known what layers cost that are recomputed by operator."""
-        return all(part.selective is not None for part in self._parts)
+        return all(part.selective is not None for part in (self.head, *self.layers, self.tail))
 
     def computing(self, method: StageMethod) -> "ModelSpec":
         """The network as a stage computes it; splits are asked for before.
@@ -427,7 +429,15 @@ class ModelSpec:
         Raises:
             PlanError: If what that costs is not known.
         """
-        found = self if method.checkpointing == "full" else self._by_operator()
+        found = self
+        if method.checkpointing != "full":
+            parts = _by_operator(self)
+            if parts is None:
+                raise PlanError(
+                    f"checkpointing = 'selective': what that costs is not known for {self.name}; use 'full', or trace "
+                    "the module"
+                )
+            found = replace(parts, splits=(), contexts=tuple(filter(None, map(_by_operator, self.contexts))))
         return found if method.tail_chunks == 1 else found._in_chunks(method.tail_chunks)
 
     def evenly(self) -> "ModelSpec":
@@ -457,20 +467,6 @@ class ModelSpec:
         )
         tail = self.tail.in_chunks(count, self.shared_saved_bytes, share)
         return replace(self, tail=tail, seconds=tuple(seconds), splits=())
-
-    def _by_operator(self) -> "ModelSpec":
-        """The network whose recomputed layers are recomputed by operator."""
-        found = _by_operator(self)
-        if found is None:
-            raise PlanError(
-                f"checkpointing = 'selective': what that costs is not known for {self.name}; use 'full', or trace the "
-                "module"
-            )
-        return replace(found, splits=(), contexts=tuple(filter(None, map(_by_operator, self.contexts))))
-
-    @property
-    def _parts(self) -> tuple[LayerSpec, ...]:
-        return self.head, *self.layers, self.tail
 
     def split(self, degree: int, sequence_parallel: bool = False) -> "ModelSpec":
         """One tensor-parallel rank's part as a network by itself; measured seconds stay those of the whole.
@@ -533,13 +529,8 @@ def _of_chunk(size: sympy.Expr, share: _Share) -> sympy.Expr:
     return sympy.sympify(size).subs(share.symbol, share.symbol * sympy.Rational(share.part, share.every))
 
 
-def _tail_events(events: LayerEvents, count: int, share: _Share) -> LayerEvents:
-    """Allocations of a tail that takes chunks: chunk after chunk at the beginning of its backward."""
-    made, added = (_chunked(first, events.later, count, share) for first in (events.first, events.later))
-    return LayerEvents(first=made, later=added, recomputed_first=made, recomputed_later=added)
-
-
 def _chunked(first: PartEvents, later: PartEvents, count: int, share: _Share) -> PartEvents:
+    """Allocations of a tail that takes chunks: chunk after chunk at the beginning of its backward."""
     # What others leave to the tail is freed at positions of its own backward, from 0 on: chunks come before these.
     lengths = [way.forward_positions + way.backward_positions + 3 for way in (first, *[later] * (count - 1))]
     begin = -sum(lengths)

@@ -127,23 +127,19 @@ def run_ways(
 
     later = other(False, True)
     again = (other(True, False), other(True, True)) if subject.blocks and recomputes else (first, later)
+    kept = None
+    with suppress(MisfitError):  # where what they allocate is no polynomial of the sizes it is not known
+        kept = (other(True, False, True), other(True, True, True)) if subject.blocks and selective else None
     return Ways(
         basis=basis,
         first=first,
         later=later,
         recomputed_first=again[0],
         recomputed_later=again[1],
-        selective=_unless_misfit(other) if subject.blocks and selective else None,
+        selective=kept,
         batch_bytes=tuple(_bytes(batches[point]) for point in basis.sizes),
         twins=tuple(twins),
     )
-
-
-def _unless_misfit(run: Callable[[bool, bool, bool], Way]) -> tuple[Way, Way] | None:
-    """The ways by operator; ``None`` where what they allocate is no polynomial of the sizes."""
-    with suppress(MisfitError):
-        return run(True, False, True), run(True, True, True)
-    return None
 
 
 def _bytes(batch: Any) -> int:

@@ -65,7 +65,7 @@ def test_a_tensor_becomes_a_fake_and_itself_again():
     with fakes:
         source = torch.empty(2)
     target = torch.ones(2)
-    fake = fake_like(source, target)
+    fake = fake_like(target, source.fake_mode)
     become(target, fake)
     assert isinstance(target, FakeTensor)
     become(target, fake)
