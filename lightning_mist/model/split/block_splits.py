@@ -10,9 +10,8 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_mist.model.fakes import convert_plain_tensors, filled, put, slots_of, thin
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
-from lightning_mist.model.split.block_calls import BlockCall, BlockCalls
 from lightning_mist.model.split.factored import LARGE, MOST_BYTES, is_factored
-from lightning_mist.model.split.split_check import CPU, Check, CheckOutcome, arguments, prepare
+from lightning_mist.model.split.split_check import CPU, BlockCall, BlockCalls, Check, CheckOutcome, arguments, prepare
 from lightning_mist.model.user_code import unchanged
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit

@@ -28,7 +28,6 @@ from lightning_mist.model.fakes import (
     slots_of,
 )
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
-from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks, valued
 from lightning_mist.model.split.block_splits import (
     Found,
     held_entries,
@@ -38,11 +37,15 @@ from lightning_mist.model.split.block_splits import (
 )
 from lightning_mist.model.split.split_check import (
     CPU,
+    BlockCalls,
+    Call,
     Check,
     CheckedRun,
     Leaves,
+    call_blocks,
     checked,
     numbers,
+    valued,
     without_hooks,
 )
 from lightning_mist.model.trace import echo, loss_of

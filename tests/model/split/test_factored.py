@@ -11,9 +11,8 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model import map_module
 from lightning_mist.model.sources.reference_decoder import hollow
 from lightning_mist.model.split import derive_splits, factored
-from lightning_mist.model.split.block_calls import BlockCall
 from lightning_mist.model.split.factored import Factored, FactoredRoom
-from lightning_mist.model.split.split_check import prepare
+from lightning_mist.model.split.split_check import BlockCall, prepare
 from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit
 from tests import zoo

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from lightning_mist.errors import PlanError
 from lightning_mist.model import find_blocks, map_module
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
-from lightning_mist.model.split.block_calls import call_blocks
-from lightning_mist.model.split.split_check import numbers
+from lightning_mist.model.split.split_check import call_blocks, numbers
 from lightning_mist.model.split.splits import TokenTable, derive_contexts, derive_splits, find_tables, prepare_glue
 from lightning_mist.plan import Exclusion
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
