@@ -93,7 +93,6 @@ def make_engine(parts, *, logs=1, extras=1, rules=True):
     ops = LateHost(seed=1)
     engine = Engine(module, plan, found, transport, device=CPU, rules=proved)
     engine._homeward = Homeward(ops)
-    engine._part_steps._waits = True
     return engine, batch, ops
 
 
@@ -132,7 +131,6 @@ def test_results_are_the_same_as_brought_one_by_one():
     first, batch, _ = make_engine(4, logs=2, extras=2)
     second, *_ = make_engine(4, logs=2, extras=2)
     second._homeward = None
-    second._part_steps._waits = False
     results = [
         engine.train_batch(batch, lambda part, e=engine: e.module.training_step(part, 0)) for engine in (first, second)
     ]

@@ -106,7 +106,7 @@ class Engine:
         # What a CPU computes is at home.
         self._homeward = None if device.type == "cpu" else Homeward(ops_of(device))
         self._logs = LogRecorder()
-        self._part_steps = PartSteps(rules, self.exchange, self._logs.of_parts, waits=self._homeward is not None)
+        self._part_steps = PartSteps(rules, self.exchange, self._logs.of_parts)
         self._call = StepCall(self._guarded, self._part_steps.around, self._logs.around)
         if self._homeward is not None:
             self.executor.results_made = self._homeward.made

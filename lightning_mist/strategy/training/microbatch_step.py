@@ -56,8 +56,8 @@ def results_of(extras: Mapping[str, Any], records: tuple[Record, ...]) -> list[R
 class _Batch:
     """What the parts of one batch have in common."""
 
-    def __init__(self, rules: CutRules, whole: Values | None, *, waits: bool) -> None:
-        self.rules, self.whole, self.waits = rules, whole, waits
+    def __init__(self, rules: CutRules, whole: Values | None) -> None:
+        self.rules, self.whole = rules, whole
         self._same: dict[Any, Any] = {}
         self._pairs: list[tuple[Any, Any, str]] = []
         self._wrong: list[tuple[Tensor, str]] = []
@@ -80,8 +80,6 @@ class _Batch:
         mode.expect(("loss",), output.get("loss") if isinstance(output, dict) else output, "the loss")
         self._compare(results_of(extras, records()), mode, part)
         self._add(mode, part.weight)
-        if not self.waits:
-            self.check({})
         if divisor == 1.0:
             return output
         if isinstance(output, dict):
@@ -119,7 +117,7 @@ class _Batch:
         yield from (value for counted in self._counted.values() for value in counted[:2])
 
     def check(self, copies: Mapping[int, Tensor]) -> None:
-        """See that parts did what was proved, as far as has not been looked at; ``copies`` as in :class:`PartSteps`."""
+        """See that all parts did what was proved; ``copies`` as in :class:`PartSteps`."""
 
         def here(value: Any) -> Any:
             return copies.get(id(value), value)
@@ -131,8 +129,6 @@ class _Batch:
                     f"{text} is {value!r} for one part of a batch and {first!r} for another, and was the same for all "
                     f"when the plan was made. {WAY_OUT}"
                 )
-        self._wrong.clear()
-        self._pairs.clear()
         # Whether counts add up can be seen only if all parts are known here.
         if abs(self._share - 1.0) > _SHARE_TOLERANCE:
             return
@@ -150,19 +146,12 @@ class PartSteps:
 
     Args:
         records: What the step logged for a part, by index, when it is finished.
-        waits: Whether what parts computed is looked at when all have run, and not when each has: looking waits for a
-            device.
     """
 
     def __init__(
-        self,
-        rules: CutRules | None,
-        exchange: BatchExchange,
-        records: Mapping[int, tuple[Record, ...]],
-        *,
-        waits: bool,
+        self, rules: CutRules | None, exchange: BatchExchange, records: Mapping[int, tuple[Record, ...]]
     ) -> None:
-        self.rules, self._exchange, self._records, self._waits = rules, exchange, records, waits
+        self.rules, self._exchange, self._records = rules, exchange, records
         self._batches: dict[tuple[int, bool], _Batch] = {}
         self._places: tuple[tuple[int, int], ...] | None = None
 
@@ -186,10 +175,13 @@ class PartSteps:
             yield from batch.tensors()
 
     def check(self, copies: Mapping[int, Tensor]) -> None:
-        """See, after the last part, that all did what was proved, if that waited; copies are by originals' ``id``."""
+        """See that all parts did what was proved; copies are by originals' ``id``.
+
+        That is after the last part: what was computed on a device is waited for once.
+        """
         for batch in self._batches.values():
-            if batch.waits:
-                batch.check(copies)
+            batch.check(copies)
+        self._batches.clear()
 
     def _check_places(self, batch: Any) -> None:
         """Refuse a batch of which other dimensions would be cut into chunks of tokens than of the first one."""
@@ -225,7 +217,7 @@ class PartSteps:
             every_row = self._exchange.whole_of(microbatch)
             if tokens is not None:
                 self._check_places(every_row)
-            batch = self._batches[key] = _Batch(rules, rules.measure(every_row, every), waits=self._waits)
+            batch = self._batches[key] = _Batch(rules, rules.measure(every_row, every))
         part, of = rules.measure(microbatch.value, high - low), {"rows": every, "batch": microbatch.value}
         # A chunk of tokens has its share of what counts, and all rows of its part.
         first, end = (low / every, high / every) if tokens is None else (0.0, weight)
