@@ -50,19 +50,9 @@ def of_all_ranks(value: T) -> list[T]:
 
 def on_rank_zero(work: Callable[[], T]) -> T:
     """Do something on rank 0 and give every rank its result, or raise its error on every rank."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [(True, work())]
-        except Exception as error:  # the others wait: whatever it is, they must hear of it
-            box = [(False, _picklable(error))]
+    box: list[Any] = [everywhere(lambda: work() if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(box, 0)
-    succeeded, value = box[0]
-    if not succeeded:
-        if dist.get_rank() > 0:
-            said_by_another(value)
-        raise value
-    return value  # type: ignore[no-any-return]
+    return box[0]  # type: ignore[no-any-return]
 
 
 def everywhere(work: Callable[[], T]) -> T:
