@@ -24,7 +24,7 @@ from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.planning import Decision, PlanRequest, write_plan
 from lightning_mist.strategy.ranks import Progress, same_start
 from lightning_mist.strategy.run_report import RunReport
-from lightning_mist.strategy.training import EndsTogether, Engine, ManualEngine, StepGuard, attach_engine, start_engine
+from lightning_mist.strategy.training import EndsTogether, Engine, ManualEngine, StepGuard, attach_engine, connected
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
@@ -64,11 +64,13 @@ class HoldsPlan:
         given = self._find_unused_parameters
         self._ddp_kwargs["find_unused_parameters"] = found if given is None else given
 
-    def _started(self: Any, module: nn.Module, plan: Plan, module_map: ModuleMap, **more: Any) -> Engine:
-        """This rank's engine for a plan on the strategy's device; see :func:`start_engine` for the rest."""
+    def _started(
+        self: Any, module: nn.Module, plan: Plan, module_map: ModuleMap, kind: type[Engine] = Engine, **more: Any
+    ) -> Engine:
+        """This rank's engine for a plan on the strategy's device; see its kind for the rest."""
         host = self._request.host_of_each(self.num_processes, self.root_device)
-        more |= {"device": self.root_device, "timeout": self._timeout, "host": host}
-        return start_engine(module, plan, module_map, **more)
+        transport = connected(plan, module_map, self.root_device, self._timeout)
+        return kind(module, plan, module_map, transport, device=self.root_device, host=host, **more)
 
     def _started_for(self: Any, module: nn.Module, decision: Decision, **more: Any) -> Engine:
         """This rank's engine for the plan that was decided on, which guards its step; optimizers are to be taken."""

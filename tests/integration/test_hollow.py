@@ -9,8 +9,7 @@ from torch import nn
 from lightning_mist import MistStrategy, PlanError
 from lightning_mist.model import map_module
 from lightning_mist.runtime.parameters.absent_parameters import at_work
-from lightning_mist.strategy.training import module_state
-from lightning_mist.strategy.training.engine import start_engine
+from lightning_mist.strategy.training import Engine, connected, module_state
 from tests.plans import plan_of
 
 
@@ -31,9 +30,10 @@ def _hollow_rank():
     torch.manual_seed(0)
     module = Net()
     whole = {name: value.clone() for name, value in module.state_dict().items()}
+    device = torch.device("cpu")
     plan = plan_of(4, 2, {"layers": 2, "devices": [1]}, {"layers": 2, "devices": [0]})
     found = map_module(module, module.training_step, torch.randn(2, 4))
-    engine = start_engine(module, plan, found, device=torch.device("cpu"), timeout=None)
+    engine = Engine(module, plan, found, connected(plan, found, device), device=device)
     engine.hollow()
     foreign = module.blocks[3][0] if engine.executor.mesh.stage == 0 else module.first
     with pytest.raises(PlanError, match=r"state_dict\(\) of a Linear while rank . trains stage . of 2"):

@@ -35,7 +35,7 @@ from lightning_mist.plan.grid import plan_of
 from lightning_mist.runtime.host_memory import HostPool, let_go
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
-from lightning_mist.strategy.training import start_engine
+from lightning_mist.strategy.training import Engine, connected
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
 """Element type of matrix products by the first part of Lightning's precision names; all others compute in float32."""
@@ -356,7 +356,7 @@ def _plain(module: _Network, batch: Tensor) -> tuple[float, float]:
 
 def _run(module: _Network, found: ModuleMap, batch: Tensor, device: torch.device, plan: Plan) -> _Run:
     """Run some batches of a plan, as the strategy does, without an optimizer."""
-    engine = start_engine(module, plan, found, device=device, timeout=None)
+    engine = Engine(module, plan, found, connected(plan, found, device), device=device)
     engine.begin(None)
     around: list[float] = []
     kinds: dict[ActionKind, list[float]] = {}

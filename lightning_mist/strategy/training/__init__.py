@@ -1,7 +1,7 @@
 """One Lightning batch through a plan, and what user code sees of it."""
 
 from lightning_mist.strategy.training.batch_exchange import check_same_samples, digest_of, take_apart
-from lightning_mist.strategy.training.engine import Engine, module_state, start_engine
+from lightning_mist.strategy.training.engine import Engine, connected, module_state
 from lightning_mist.strategy.training.evaluation import FINISHED, Evaluator, without_values
 from lightning_mist.strategy.training.failure_handling import EndsTogether, Preemption
 from lightning_mist.strategy.training.log_records import (

@@ -479,22 +479,12 @@ def _clamp(gradients: list[Tensor], value: float) -> None:
     torch._foreach_clamp_max_(gradients, value)
 
 
-def start_engine(
-    module: nn.Module,
-    plan: Plan,
-    module_map: ModuleMap,
-    *,
-    device: torch.device,
-    timeout: timedelta | None,
-    rules: CutRules | None = None,
-    host: HostPlace | None = None,
-    masters: Mapping[str, Tensor] | None = None,
-    kind: type[Engine] = Engine,
-) -> Engine:
-    """This rank's engine for a plan over torch.distributed; every rank calls it at the same time."""
+def connected(
+    plan: Plan, module_map: ModuleMap, device: torch.device, timeout: timedelta | None = None
+) -> DistributedTransport:
+    """What this rank's engine for a plan talks through over torch.distributed; every rank calls it at the same time."""
     groups, pairs, talking = process_groups(plan, module_map), message_pairs(plan), talking_groups(plan)
-    transport = DistributedTransport(groups, device, pairs=pairs, talking=talking, timeout=timeout)
-    return kind(module, plan, module_map, transport, device=device, rules=rules, host=host, masters=masters)
+    return DistributedTransport(groups, device, pairs=pairs, talking=talking, timeout=timeout)
 
 
 def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:

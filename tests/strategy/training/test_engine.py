@@ -9,7 +9,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.strategy.planning import local_machine as overheads
-from lightning_mist.strategy.training.engine import Engine, start_engine
+from lightning_mist.strategy.training.engine import Engine, connected
 from lightning_mist.strategy.training.log_records import replay
 from tests.integration.parity import make_plan, map_of
 from tests.memory_transport import InMemoryWorld
@@ -167,7 +167,7 @@ def _train_after_a_graph_was_left():
     cycle.append(cycle)
     del loss, cycle
     plan = plan_of(overheads.LAYERS, world_size=2, global_batch_size=4, tensor_parallel_degree=2)
-    engine = start_engine(module, plan, found, device=torch.device("cpu"), timeout=None)
+    engine = Engine(module, plan, found, connected(plan, found, CPU), device=CPU)
     engine.begin(None)
     _, loss = engine.train_batch(batch, module.training_step)
     if loss is not None:
