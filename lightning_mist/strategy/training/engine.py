@@ -353,19 +353,12 @@ class Engine:
         self.executor.flush()
         self.owned(optimizer).load(state)
 
-    @property
-    def optimizer(self) -> OwnedOptimizer:
-        """The optimizer over what this rank owns."""
-        if not self._optimizers:
-            raise RuntimeError("take_optimizer must come first")
-        return self._optimizers[0]
-
     # Gradients of the whole model -------------------------------------------------------------------------------
 
-    def owned(self, optimizer: Any) -> OwnedOptimizer:
-        """What this rank owns of one of the user's optimizers."""
+    def owned(self, optimizer: Any = None) -> OwnedOptimizer:
+        """What this rank owns of one of the user's optimizers, by default of the first."""
         plain = getattr(optimizer, "_optimizer", optimizer)  # of what Lightning wraps it in
-        return next((item for item in self._optimizers if item.cut.optimizer is plain), self.optimizer)
+        return next((item for item in self._optimizers if item.cut.optimizer is plain), self._optimizers[0])
 
     def around_backward(self) -> AbstractContextManager[None]:
         """Around a backward that Lightning runs: one that hands over what is reduced already needs nothing."""

@@ -63,7 +63,7 @@ def saved(engine, model, **more):
         "optimizer_0": optimizer_shards(engine, is_first=is_first),
     }
     shards = copied(shards)
-    order = [engine.canonical_name(parameter) for group in engine.optimizer.cut.groups for parameter in group]
+    order = [engine.canonical_name(parameter) for group in engine.owned().cut.groups for parameter in group]
     return shards, (engine.module_values(), named_state(engine.optimizer_state(), order))
 
 
@@ -109,7 +109,7 @@ def test_a_directory_has_what_a_file_has_and_another_plan_goes_on_from_it(tmp_pa
     assert_same(whole, {"model": content["state_dict"], "optimizer_0": state})
 
     def reread(engine):
-        engine.load_optimizer_state(stored(partial(saved_parts, engine.optimizer.cut)))
+        engine.load_optimizer_state(stored(partial(saved_parts, engine.owned().cut)))
 
     def handed(engine):
         engine.load_optimizer_state(copy.deepcopy(state))
@@ -148,7 +148,7 @@ def test_state_of_classes_is_in_a_directory_what_it_is_in_a_file(tmp_path, name)
     whole = put_together(state)
 
     def reread(engine):
-        engine.load_optimizer_state(put_together(stored(partial(saved_parts, engine.optimizer.cut))))
+        engine.load_optimizer_state(put_together(stored(partial(saved_parts, engine.owned().cut))))
 
     def handed(engine):
         numbers = {key: number for number, key in enumerate(key for g in whole["param_groups"] for key in g["params"])}

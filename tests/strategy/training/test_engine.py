@@ -1,5 +1,4 @@
 import copy
-import re
 
 import pytest
 import torch
@@ -140,11 +139,6 @@ def test_a_step_without_a_loss_has_no_backward():
     engine = make_engine()
     result, loss = engine.train_batch(torch.randn(ROWS, 3), lambda part: None)
     assert (result.loss, loss) == (None, None)
-
-
-def test_the_optimizer_is_asked_for_once_it_is_there():
-    with pytest.raises(RuntimeError, match=re.escape("take_optimizer must come first")):
-        _ = make_engine().optimizer
 
 
 def test_parameters_have_one_name():
