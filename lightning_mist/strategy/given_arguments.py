@@ -80,7 +80,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: If a value is of another type than its argument's, or a name is of no argument.
-        ValueError: If a value breaks its argument's rule.
+        ValueError: If a value breaks its argument's rule, or excludes another's.
     """
     for name, value in given.items():
         kinds, needed = _KINDS.get(name, ((object,), ""))
@@ -89,6 +89,16 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         holds, rule = _RULES.get(name, (None, ""))
         if holds is not None and value is not None and not holds(value):
             raise ValueError(f"{name} = {value!r:.60}: {rule}")
+    if given.get("dry_run") and given["start_method"] != "popen":
+        raise ValueError(
+            f"dry_run=True with start_method={given['start_method']!r}: a process that ends would be waited for; leave "
+            "start_method out"
+        )
+    if given.get("save_asynchronously") and not given["save_distributed_checkpoint"]:
+        raise ValueError(
+            "save_asynchronously=True with save_distributed_checkpoint=False: directories are written while training "
+            "goes on; set both, or use Lightning's AsyncCheckpointIO for single files"
+        )
     _check_further(given["kwargs"], [name for name in given if name not in ("self", "kwargs", "__class__")])
 
 

@@ -274,13 +274,3 @@ def refuse_unreduced(model: Any) -> None:
             f"{', '.join(missing[:1]) or 'a parameter'} took no part in this batch's loss on this rank, though all did "
             "before: DDP waits for its gradient for ever. Give the strategy find_unused_parameters=True"
         ) from error
-
-
-def refuse_waiting(is_dry_run: bool, start_method: str) -> bool:
-    """Whether a fit ends with its plan, which ends processes; ``ValueError`` if one of them is then waited for."""
-    if is_dry_run and start_method != "popen":
-        raise ValueError(
-            f"dry_run=True with start_method={start_method!r}: a process that ends would be waited for; leave "
-            "start_method out"
-        )
-    return is_dry_run

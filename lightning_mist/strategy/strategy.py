@@ -22,7 +22,6 @@ from lightning_mist.strategy.empty_parameters import check_master_weights, take_
 from lightning_mist.strategy.given_arguments import DEFAULT_TIMEOUT
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
-from lightning_mist.strategy.plan_installation import refuse_waiting
 from lightning_mist.strategy.planning import MANUAL, OFFERED, PlanRequest, step_of_fit, whole_module_reason, write_plan
 from lightning_mist.strategy.ranks import ActingRank
 from lightning_mist.strategy.run_report import FORWARD
@@ -212,8 +211,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         **kwargs: NoReturn,
     ) -> None:
         self._take_options({**locals()})
-        self.choose_directories(save_distributed_checkpoint, asynchronously=save_asynchronously)
-        self._is_dry_run = refuse_waiting(dry_run, start_method)
+        self._saves_directories, self._saves_asynchronously = save_distributed_checkpoint, save_asynchronously
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state)
         more = (ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, process_group_backend, timeout, start_method)
         super().__init__(
@@ -226,7 +224,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
             **kwargs,
         )
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
-        self._report_path = report_path
+        self._report_path, self._is_dry_run = report_path, dry_run
         self._fitting, self._constructions = ExitStack(), empty_parameters.DeferredConstructions()
 
     # Life cycle --------------------------------------------------------------------------------------------------

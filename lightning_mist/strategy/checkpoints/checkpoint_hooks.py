@@ -35,15 +35,6 @@ class Checkpoints(PlanInstallation):
 
     # Saving ------------------------------------------------------------------------------------------------------
 
-    def choose_directories(self, choice: bool, *, asynchronously: bool) -> None:
-        """Whether to save directories, and those while training goes on; ``ValueError`` if this is asked of files."""
-        if asynchronously and not choice:
-            raise ValueError(
-                "save_asynchronously=True with save_distributed_checkpoint=False: directories are written while "
-                "training goes on; set both, or use Lightning's AsyncCheckpointIO for single files"
-            )
-        self._saves_directories, self._saves_asynchronously = choice, asynchronously
-
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None, **more: Any) -> None:
         """Write a checkpoint so that its name never stands for a part of it."""
         if self._saves_directories:
