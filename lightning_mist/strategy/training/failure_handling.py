@@ -33,32 +33,27 @@ else:
 _log = logging.getLogger(__name__)
 
 
-class Watched:
-    """What a launcher runs; its errors are told to the other ranks before Lightning handles them."""
-
-    def __init__(self, function: Callable[..., Any], strategy: "EndsTogether") -> None:
-        self._function, self._strategy = function, strategy
-        self._made_by = os.getpid()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        if os.getpid() != self._made_by:
-            # A process group that an earlier fit left to the garbage collector would wait for its threads, which a
-            # forked process does not have.
-            gc.freeze()
-        try:
-            return self._function(*args, **kwargs)
-        except BaseException as error:
-            # Lightning's tuners end a trial of theirs so, on all ranks.
-            is_over = type(error).__name__ == "_TunerExitException"
-            caused = None if is_over else self._strategy.failing(error)
-            if caused is None:
-                raise
-            raise caused.with_traceback(error.__traceback__)  # noqa: B904  what caused it is known
+def watched(
+    strategy: "EndsTogether", launched_by: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run what a launcher of some process runs; errors are told to the other ranks before Lightning handles them."""
+    if os.getpid() != launched_by:
+        # A process group that an earlier fit left to the garbage collector would wait for its threads, which a forked
+        # process does not have.
+        gc.freeze()
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        # Lightning's tuners end a trial of theirs so, on all ranks.
+        is_over = type(error).__name__ == "_TunerExitException"
+        caused = None if is_over else strategy.failing(error)
+        if caused is None:
+            raise
+        raise caused.with_traceback(error.__traceback__)  # noqa: B904  what caused it is known
 
 
 def _launch(launcher: Any, strategy: "EndsTogether", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return type(launcher).launch(launcher, Watched(function, strategy), *args, **kwargs)
+    return type(launcher).launch(launcher, partial(watched, strategy, os.getpid(), function), *args, **kwargs)
 
 
 class EndsTogether(_Base):

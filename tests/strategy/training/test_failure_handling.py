@@ -5,7 +5,7 @@ import signal
 
 import torch.distributed as dist
 
-from lightning_mist.strategy.training.failure_handling import Watched
+from lightning_mist.strategy.training.failure_handling import watched
 
 
 def leave_a_group_as_garbage(path):
@@ -22,10 +22,10 @@ def test_a_forked_launch_leaves_the_garbage_of_earlier_fits_alone(tmp_path):
     reading, writing = os.pipe()
     try:
         leave_a_group_as_garbage(tmp_path)
-        watched = Watched(gc.collect, strategy=None)
+        launcher = os.getpid()
         child = os.fork()
         if child == 0:
-            watched()
+            watched(None, launcher, gc.collect)
             os.write(writing, b"done")
             os._exit(0)
         readable, _, _ = select.select([reading], [], [], 60)
