@@ -127,33 +127,6 @@ def merged(
     return torch.cat(values) if have_rows else values[-1]
 
 
-def make_calls(module: Any) -> tuple[Callable[[MetricCall], None], Callable[[Any], Any]]:
-    """How calls are made on this rank's metrics, and what then gives, of a nesting, the values that stand in it."""
-    metrics, given = functools.cache(lambda: named_metrics(module)), dict[Hashable, Any]()
-
-    def found(node: Any) -> Any:
-        if is_a(node, MetricOf):
-            return metrics()[node.name]
-        if not is_a(node, OutputOf):
-            return None
-        output = given[node.call]
-        if node.entry is None:
-            return output
-        if node.entry not in output:
-            raise TraceError(f"{node.call[1]} gives no {node.entry!r} but {sorted(output)}. {WAY_OUT}")
-        return output[node.entry]
-
-    def make(call: MetricCall) -> None:
-        before = _drawn()
-        given[call.key] = call.made(metrics()[call.metric], found)
-        if _drawn() != before:
-            raise TraceError(
-                f"metric {call.metric} draws random numbers, which the step would draw in another order. {WAY_OUT}"
-            )
-
-    return make, lambda value: rebuild(value, found)
-
-
 def _drawn() -> list[bytes]:
     """Where torch's generators stand."""
     states = torch.get_rng_state(), *(generator.get_state() for generator in used_generators())
@@ -595,10 +568,28 @@ def _logged(
 
 def replay(module: Any, records: Sequence[Record], extras: Any = None) -> Any:
     """Log every record through the module, make the calls of its metrics, and put what these gave into the extras."""
-    make, found = make_calls(module)
+    metrics, given = functools.cache(lambda: named_metrics(module)), dict[Hashable, Any]()
+
+    def found(node: Any) -> Any:
+        if is_a(node, MetricOf):
+            return metrics()[node.name]
+        if not is_a(node, OutputOf):
+            return None
+        output = given[node.call]
+        if node.entry is None:
+            return output
+        if node.entry not in output:
+            raise TraceError(f"{node.call[1]} gives no {node.entry!r} but {sorted(output)}. {WAY_OUT}")
+        return output[node.entry]
+
     for record in records:
-        if isinstance(record, MetricCall):
-            make(record)
-        else:
-            module.log(record.name, found(record.value), **dict(record.arguments))
-    return found(extras)
+        if isinstance(record, LogRecord):
+            module.log(record.name, rebuild(record.value, found), **dict(record.arguments))
+            continue
+        before = _drawn()
+        given[record.key] = record.made(metrics()[record.metric], found)
+        if _drawn() != before:
+            raise TraceError(
+                f"metric {record.metric} draws random numbers, which the step would draw in another order. {WAY_OUT}"
+            )
+    return rebuild(extras, found)
