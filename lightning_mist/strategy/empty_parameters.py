@@ -1,7 +1,7 @@
 """Modules that no device ever holds whole: where Lightning asks how tensors are made, and what stands in for values."""
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mist.attributes import replaced
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import PlanError
 from lightning_mist.model import MASTERS_PRECISION
@@ -29,9 +30,7 @@ from lightning_mist.tensors import is_hollow
 class DeferredConstructions:
     """Counts the modules that are built without values, so that each draws random numbers of its own."""
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._is_open = False
+    _count, _is_open = 0, False
 
     @contextmanager
     def context(self, empty: bool | None) -> Iterator[None]:
@@ -39,13 +38,9 @@ class DeferredConstructions:
         if not empty or self._is_open:
             yield
             return
-        self._is_open = True
-        try:
-            with deferred_construction(self._count):
-                yield
-        finally:
-            self._is_open = False
-            self._count += 1
+        with replaced(self, _is_open=True), deferred_construction(self._count):
+            yield
+        self._count += 1
 
 
 def device_limit(memory_limit: int | None, device: torch.device) -> int | None:
@@ -140,20 +135,26 @@ def leave_on_rank_zero(module: nn.Module, values: Mapping[str, torch.Tensor]) ->
             parameter.data = values[name]
         else:
             empty_out(parameter, host)
-    if values:
-        return
+    if not values:
+        why = (
+            f"on rank {dist.get_rank()} after fit: a module that no device could hold is whole on rank 0 only. Read it "
+            "there, or save it with trainer.save_checkpoint(path) during fit"
+        )
+        refuse_state_dict(module, is_hollow, why)
+
+
+def refuse_state_dict(module: nn.Module, is_away: Callable[[Tensor], bool], why: str) -> list[Any]:
+    """Refuse ``state_dict`` of what holds parameters whose values are away, with PlanError; what ends that."""
+
+    def has_away(part: nn.Module) -> bool:
+        return any(map(is_away, part.parameters(recurse=False)))
 
     def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if any(is_hollow(parameter) for parameter in part.parameters(recurse=False)):
-            raise PlanError(
-                f"state_dict() of a {type(part).__name__} on rank {rank} after fit: a module that no device could hold "
-                "is whole on rank 0 only. Read it there, or save it with trainer.save_checkpoint(path) during fit"
-            )
+        if has_away(part):
+            raise PlanError(f"state_dict() of a {type(part).__name__} {why}")
 
-    rank = dist.get_rank()
-    for part in module.modules():
-        if any(True for _ in part.parameters(recurse=False)):
-            part.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    parts = filter(has_away, module.modules())
+    return [part.register_state_dict_pre_hook(refuse) for part in parts]  # type: ignore[no-untyped-call]
 
 
 # Master weights ---------------------------------------------------------------------------------------------------

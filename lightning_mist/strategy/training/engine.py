@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mist.attributes import replaced
 from lightning_mist.devices import Homeward, ops_of
-from lightning_mist.errors import PlanError, TraceError
+from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization import InitialValues, empty_out
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values, process_groups, talking_groups
@@ -44,7 +44,7 @@ from lightning_mist.runtime.parameters import (
 from lightning_mist.runtime.process_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import make_stages
 from lightning_mist.schedule import check, lower
-from lightning_mist.strategy.empty_parameters import leave_on_rank_zero
+from lightning_mist.strategy.empty_parameters import leave_on_rank_zero, refuse_state_dict
 from lightning_mist.strategy.training.batch_exchange import BatchExchange, digest_of, of_loader
 from lightning_mist.strategy.training.log_records import LogRecorder, Record, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import (
@@ -309,17 +309,12 @@ class Engine:
     def _guard(self) -> None:
         absent = {id(self.stages.every[name]) for name in self._absent()}
         stage = f"stage {' and '.join(str(stage.index) for stage in self.stages)} of {self.plan.num_stages}"
-
-        def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
-            raise PlanError(
-                f"state_dict() of a {type(part).__name__} while rank {self.rank} trains {stage}: its values are away; "
-                "save by trainer.save_checkpoint or fabric.save on all ranks, or read it after fit or in on_fit_end"
-            )
-
+        why = (
+            f"while rank {self.rank} trains {stage}: its values are away; save by trainer.save_checkpoint or "
+            "fabric.save on all ranks, or read it after fit or in on_fit_end"
+        )
         self._unguard()
-        for part in self.module.modules():
-            if any(id(parameter) in absent for parameter in part.parameters(recurse=False)):
-                self._guards.append(part.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+        self._guards = refuse_state_dict(self.module, lambda parameter: id(parameter) in absent, why)
 
     def _unguard(self) -> None:
         for guard in self._guards:
