@@ -222,6 +222,9 @@ class PlanInstallation(HoldsPlan, EndsTogether):
         super().on_train_start(**more)
         if self._engine is not None and not self._engine.has_begun:
             self._engine.begin(None)
+        # If it was made here: loggers have their directories now.
+        if self._decision is not None and self._decision.plan_path is not None:
+            write_plan(self._decision.plan, self._decision.plan_path)
 
     def post_backward(self, closure_loss: Tensor, **more: Any) -> None:
         """See that DDP's reductions came to their end, which of several backwards only the last one may bring."""

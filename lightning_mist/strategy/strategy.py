@@ -22,7 +22,7 @@ from lightning_mist.strategy.empty_parameters import check_master_weights, take_
 from lightning_mist.strategy.given_arguments import DEFAULT_TIMEOUT
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
-from lightning_mist.strategy.planning import MANUAL, OFFERED, PlanRequest, step_of_fit, whole_module_reason, write_plan
+from lightning_mist.strategy.planning import MANUAL, OFFERED, PlanRequest, step_of_fit, whole_module_reason
 from lightning_mist.strategy.ranks import ActingRank
 from lightning_mist.strategy.run_report import FORWARD
 from lightning_mist.strategy.training import (
@@ -397,12 +397,6 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         assert monitor is not None
         monitor.after_step()
         return output
-
-    def on_train_start(self, **more: Any) -> None:
-        """Write the plan, if it was made here: loggers have their directories now."""
-        super().on_train_start(**more)
-        if self._decision is not None and self._decision.plan_path is not None:
-            write_plan(self._decision.plan, self._decision.plan_path)
 
     def on_train_end(self, **more: Any) -> None:
         """Wait for the last checkpoint, and say how predicted and measured compare."""
