@@ -212,7 +212,7 @@ class PlanEvaluation(PlanInstallation):
         if numbers is not None:
             with nullcontext() if engine is None else without_values(engine):
                 own = look_at_step(module.trainer, module, name, call, batch, self.root_device)
-        looks = of_all_ranks(own) if self._evaluator is None else self._evaluator.everybodys(own)
+        looks = of_all_ranks(own)
         found = [item for item in looks if item is not None]
         reason = self._reason(found)
         if reason is None and engine is None:
@@ -357,11 +357,9 @@ class PlanEvaluation(PlanInstallation):
         return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
 
     def _step_context(self) -> AbstractContextManager[None]:
-        kind = self._kind
-        context: Callable[[], AbstractContextManager[None]] = getattr(
-            self.precision_plugin, f"{'val' if kind == 'validation' else kind}_step_context"
-        )
-        return context()
+        kind = {"validation": "val"}.get(self._kind, self._kind)
+        context: AbstractContextManager[None] = getattr(self.precision_plugin, f"{kind}_step_context")()
+        return context
 
     @property
     def _plan_in_place(self) -> Plan:

@@ -74,6 +74,7 @@ class Evaluator:
         self._numbers = [(batch, there)[:count] if count >= 0 else None for there, count, batch in every]
         return [(there, count >= 0) for there, count in zip(places, counts, strict=True)]
 
+    @works
     def differing_buffer(self) -> str | None:
         """The first buffer that is another on ranks that share batches, by what they said when they met; on all."""
         plan, notes = of_whole_batches(self._engine.plan), self._of_buffers
@@ -81,7 +82,8 @@ class Evaluator:
         groups = [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
         if all(notes[rank] == notes[group[0]] for group in groups for rank in group):
             return None
-        digests = self.everybodys({name: digest for name, (_, digest) in self._digests.items()})
+        mine = {name: digest for name, (_, digest) in self._digests.items()}
+        digests = self._transport.all_gather_object(mine, self._world)
         differing = (
             name for name in digests[0] for group in groups if len({digests[rank].get(name) for rank in group}) > 1
         )
@@ -98,11 +100,6 @@ class Evaluator:
                 self._digests[name] = state, digest_of([buffer])
         every = repr([(name, digest) for name, (_, digest) in self._digests.items()]).encode()
         return int.from_bytes(hashlib.blake2b(every, digest_size=7).digest(), "little")
-
-    @works
-    def everybodys(self, value: Any) -> list[Any]:
-        """What every rank has, by rank."""
-        return self._transport.all_gather_object(value, self._world)
 
     @works
     def run(
