@@ -29,7 +29,7 @@ from lightning_mist.schedule.seconds import batch_seconds, plan_seconds
 from lightning_mist.strategy.run_report import Measured
 
 if TYPE_CHECKING:
-    from lightning_mist.tuner import Planner, TuneResult
+    from lightning_mist.tuner import TuneResult
 
 LEAST_CHANGE = 0.05
 """Share of the predicted step by which what was learned must change it, so that later runs plan anew: less cannot be
@@ -78,9 +78,10 @@ class PlanBasis:
             say: Says what is done for that; None where nothing binds, so that the search alone decides.
         """
         from lightning_mist.explain import plan_that_fits
+        from lightning_mist.tuner import Planner
 
         asked, notes = self._asked()
-        planner, basis = self._planner(), self
+        planner, basis = Planner(self.spec, self.cluster, profile=corrected(self.profile, self.corrections)), self
         found = planner.tune(**asked)
         if say is not None:
             fitting = plan_that_fits(planner, found, asked, say)
@@ -88,11 +89,6 @@ class PlanBasis:
                 say(note)
             basis, found = replace(self, memory_limit=fitting.asked["memory_limit"]), fitting.result
         return basis, replace(found, notes=(*found.notes, *notes))
-
-    def _planner(self) -> "Planner":
-        from lightning_mist.tuner import Planner
-
-        return Planner(self.spec, self.cluster, profile=corrected(self.profile, self.corrections))
 
     def _asked(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """What a planner is asked, and what of it cannot be executed here."""

@@ -45,20 +45,17 @@ class Checkpoints(PlanInstallation):
                 )
             refuse_unknown(more)
             self.refuse_without_the_others("a checkpoint directory")
-            # Names hold metrics, which may differ between ranks.
-            self._save_directory(checkpoint, self._local(self.broadcast(filepath)))
+            path = self.broadcast(filepath)  # names hold metrics, which may differ between ranks
+            if _is_remote(path):
+                raise ValueError(
+                    f"{path} with save_distributed_checkpoint=True: directories are written to folders that every rank "
+                    "sees; give such a path, or save single files"
+                )
+            self._save_directory(checkpoint, Path(path))
         elif not self._writes_itself or storage_options is not None or more or _is_remote(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options, **more)
         elif self.is_global_zero:
             save_file(checkpoint, Path(filepath))
-
-    def _local(self, path: Any) -> Path:
-        if _is_remote(path):
-            raise ValueError(
-                f"{path} with save_distributed_checkpoint=True: directories are written to folders that every rank "
-                "sees; give such a path, or save single files"
-            )
-        return Path(path)
 
     def _save_directory(self, checkpoint: dict[str, Any], path: Path) -> None:
         from lightning_mist.strategy.checkpoints.directory import DirectoryWriter, states_of
