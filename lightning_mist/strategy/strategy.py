@@ -46,7 +46,7 @@ class SharedLoaders(EndsTogether):
     _request: PlanRequest
     _one_of_each: Any = None  # the process group with this rank's place in every group of ranks
     _counts_all = False
-    _metrics: tuple[Any, ...] = ()
+    _fitting: ExitStack
 
     @property
     def num_loaders(self) -> int | None:
@@ -72,7 +72,7 @@ class SharedLoaders(EndsTogether):
         return {"num_replicas": loaders, "rank": self.global_rank * loaders // self.world_size}
 
     def begin_sharing(self, module: nn.Module) -> None:
-        """Make the groups that are reduced over, and let metrics of a module use them; on every rank at once."""
+        """Make the groups that are reduced over, and let a module's metrics use them in a fit; on all ranks at once."""
         if self.num_loaders is None:
             return
         if self._one_of_each is None:
@@ -82,16 +82,9 @@ class SharedLoaders(EndsTogether):
                 if self.global_rank % size == place:
                     self._one_of_each = group
         known = getattr(sys.modules.get("torchmetrics"), "Metric", ())
-        found = (item for item in module.modules() if isinstance(item, known))
-        self._metrics = tuple(item for item in found if item.process_group is None)
-        for metric in self._metrics:
-            metric.process_group = self._one_of_each
-
-    def end_sharing(self) -> None:
-        """Leave metrics as they were."""
-        for metric in self._metrics:
-            metric.process_group = None
-        self._metrics = ()
+        for item in module.modules():
+            if isinstance(item, known) and item.process_group is None:
+                self._fitting.enter_context(replaced(item, process_group=self._one_of_each))
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", **more: Any) -> Any:
         """Reduce over one rank of each loader; has the arguments of Lightning's."""
@@ -303,7 +296,6 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
             self._monitor.close()
         attach_engine(self.precision_plugin, None)
         self._fitting.close()
-        self.end_sharing()
         if self.lightning_module is not None:
             empty_parameters.hollow_on_host(self.lightning_module)
         super().teardown(**more)

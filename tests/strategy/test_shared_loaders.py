@@ -1,3 +1,4 @@
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ class Base:
 
     def __init__(self, rank, world_size, loaders):
         self.global_rank, self.world_size, self._request = rank, world_size, SimpleNamespace(loaders=loaders)
-        self._timeout = None
+        self._timeout, self._fitting = None, ExitStack()
 
     @property
     def distributed_sampler_kwargs(self):
@@ -80,5 +81,5 @@ def test_metrics_of_the_module_reduce_so_while_it_is_trained():
     strategy = Strategy(0, 4, 2)
     strategy.begin_sharing(module)
     assert (own.process_group, given.process_group) == ((0, 2), "given")
-    strategy.end_sharing()
+    strategy._fitting.close()
     assert (own.process_group, given.process_group) == (None, "given")
