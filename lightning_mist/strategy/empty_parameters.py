@@ -1,9 +1,7 @@
 """Modules that no device ever holds whole: where Lightning asks how tensors are made, and what stands in for values."""
 
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,15 +106,6 @@ def initial_values(
 def has_empty_parameters(module: nn.Module) -> bool:
     """Whether some parameter of a module has no values here."""
     return any(is_hollow(parameter) for parameter in module.parameters())
-
-
-def mapped_checkpoint(path: Any, weights_only: bool | None) -> dict[str, Any] | None:
-    """A checkpoint whose tensors stay in its file until they are read; ``None`` if the file is not of that kind."""
-    file = Path(str(path))
-    if not file.is_file() or not zipfile.is_zipfile(file):
-        return None
-    content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
-    return content
 
 
 def hollow_on_host(module: nn.Module) -> None:

@@ -14,7 +14,6 @@ from lightning_mist.strategy.empty_parameters import (
     has_empty_parameters,
     hollow_on_host,
     initial_values,
-    mapped_checkpoint,
 )
 from lightning_mist.tensors import is_hollow
 
@@ -87,15 +86,6 @@ def test_ranks_must_build_alike(gloo_workers):
 def test_a_limit_is_the_users_or_the_devices():
     assert device_limit(5, CPU) == 5
     assert device_limit(None, CPU) is None
-
-
-def test_a_checkpoint_is_mapped_if_its_file_allows(tmp_path):
-    state = {"a": torch.arange(4.0)}
-    torch.save(state, tmp_path / "new.ckpt")
-    torch.save(state, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
-    assert torch.equal(mapped_checkpoint(tmp_path / "new.ckpt", True)["a"], state["a"])
-    assert mapped_checkpoint(tmp_path / "old.ckpt", True) is None
-    assert mapped_checkpoint("s3://somewhere/x.ckpt", True) is None
 
 
 def test_hollow_parameters_stay_hollow_on_the_host():

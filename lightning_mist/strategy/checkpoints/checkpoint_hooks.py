@@ -1,5 +1,6 @@
 """What Lightning asks a strategy for when it saves and loads checkpoints."""
 
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -156,13 +157,15 @@ class Checkpoints(PlanInstallation):
         if not (self._writes_itself or self._saves_directories) or _is_remote(checkpoint_path):
             return self._load_file(checkpoint_path, weights_only, **more)
         refuse_unknown(more, "state")  # which may be filled in place: what is returned counts
-        module, path, content = self.lightning_module, Path(checkpoint_path), None
+        module, path = self.lightning_module, Path(checkpoint_path)
+        content: dict[str, Any]
         if path.is_dir():
             return read_directory(path, weights_only)
         with reading(path):
-            if module is not None and empty_parameters.has_empty_parameters(module):
-                content = empty_parameters.mapped_checkpoint(path, weights_only)
-            if content is None:
+            is_empty = module is not None and empty_parameters.has_empty_parameters(module)
+            if is_empty and zipfile.is_zipfile(path):  # which torch's older files are not
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            else:
                 content = self._load_file(path, weights_only, **more)
         check_content(path, content)
         return content

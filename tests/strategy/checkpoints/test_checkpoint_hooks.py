@@ -215,3 +215,16 @@ def test_lightning_before_2_6_loads(tmp_path, monkeypatch):
     path = tmp_path / "saved.ckpt"
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.4.0"}, path)
     assert MistStrategy().load_checkpoint(path)["state_dict"] == {}
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_for_a_module_without_values_tensors_stay_in_a_file_that_allows_it(tmp_path, monkeypatch, is_new, is_empty):
+    path, asked, load = tmp_path / "a.ckpt", [], torch.load
+    content = {"state_dict": {"weight": torch.arange(4.0)}, "pytorch-lightning_version": "2.6.0"}
+    torch.save(content, path, _use_new_zipfile_serialization=is_new)
+    strategy = MistStrategy()
+    strategy._lightning_module = torch.nn.Linear(4, 4, device="meta" if is_empty else "cpu")
+    monkeypatch.setattr(torch, "load", lambda *args, **more: asked.append(more.get("mmap")) or load(*args, **more))
+    assert torch.equal(strategy.load_checkpoint(path)["state_dict"]["weight"], torch.arange(4.0))
+    assert asked == [True if is_new and is_empty else None]
