@@ -49,11 +49,9 @@ class StepGuard:
         self.shares = len(replica_ranks(plan, replica_of(plan, rank))) > 1
         self._recomputes = any(stage.checkpointing.layers for stage in plan.stages)
         self._repeats = self.shares or max(parts_of(plan)) > 1
-        metrics = named_metrics(module)
         # Where every rank runs whole batches of its own they are updated where the step runs, and where it recomputes.
         self._watches_metrics = self._recomputes and not (records_metrics or self._repeats)
-        self._metrics = metrics if self._watches_metrics else {}
-        without = metrics.values() if records_metrics else ()
+        without = named_metrics(module).values() if records_metrics else ()
         self._survey = Survey(reach, without=without, beside=self._held)
         self._parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self._names = {name for name, _, _ in self._parameters}
@@ -96,7 +94,6 @@ class StepGuard:
         if not self._recomputes:
             yield
             return
-        self._find_metrics()
         self._calls_backward, now = True, self._look()
         self._stepped += changed(self._last, now)
         self._last = now
@@ -166,7 +163,6 @@ class StepGuard:
                 raise self._error(f"the step changed buffer {name}, which it did not when the plan was made")
         if self._drawn() != outside:
             raise self._error("the step drew from Python's or numpy's generator, which it did not when it was tried")
-        self._find_metrics()
         now = self._look()
         names, self._last = changed(self._last, now), now
         self._stepped += names
@@ -180,14 +176,9 @@ class StepGuard:
                     raise self._error(f"the step changed {name}, which it did not when the plan was made")
         self._seen.add(signature)
 
-    def _find_metrics(self) -> None:
-        """Behind a forward, find the metrics that it may have updated: user code may put others in their place."""
-        if self._watches_metrics:
-            self._metrics = named_metrics(self._module)
-
     def _held(self) -> dict[str, Any]:
-        """What metrics hold."""
-        every = self._metrics.items()
+        """What metrics hold; user code may put others in their place."""
+        every = named_metrics(self._module).items() if self._watches_metrics else ()
         return {f"{of} of metric {name}": value for name, item in every for of, value in held_by(item).items()}
 
     def _look(self) -> dict[str, Hashable]:
