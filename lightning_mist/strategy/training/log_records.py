@@ -459,24 +459,22 @@ class LogRecorder:
         for name, value in items:
             self.log(name, value, *positional, **arguments)
 
-    def keep(self, record: Record) -> None:
-        """Take a record in."""
-        self.records.append(record)
-
     def forget(self) -> None:
         """Keep nothing: where a step is left early its last calls are not taken, and may hold its graph."""
-        self.records, self.metrics = [], None
+        self.records.clear()
         self.of_parts.clear()
+        self.metrics = None
 
     def take(self) -> tuple[Record, ...]:
         """The calls since the last time, which are forgotten."""
-        records, self.records = tuple(self.records), []
+        records = tuple(self.records)
+        self.records.clear()
         return tuple(item.settled() if isinstance(item, MetricCall) else item for item in records)
 
     @contextmanager
     def around(self, microbatch: Microbatch) -> Iterator[Finish]:
         """Around a run of the step, whose calls are kept."""
-        self.records = []
+        self.records.clear()
 
         def finish(output: Any) -> Any:
             output = output if self.metrics is None else self.metrics.finished(output)
@@ -499,7 +497,7 @@ def recorded_logs(
     recorder.of_parts.clear()
     if with_metrics:
         metrics = named_metrics(module)
-        recorder.metrics = MetricRecorder(metrics, recorder.keep, has_loss=has_loss)
+        recorder.metrics = MetricRecorder(metrics, recorder.records.append, has_loss=has_loss)
         with standing_in(metrics.values()), recorded_logs(module, recorder):
             yield recorder
         return
