@@ -79,7 +79,11 @@ class _Batch:
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
         mode.expect(("loss",), output.get("loss") if isinstance(output, dict) else output, "the loss")
         self._compare(results_of(extras, records()), mode, part)
-        self._add(mode, part.weight)
+        self._share += part.weight
+        self._wrong += mode.wrong
+        for key, (own, whole, line) in mode.counted.items():
+            before = self._counted.get(key)
+            self._counted[key] = (own if before is None else before[0] + own, whole, line)
         if divisor == 1.0:
             return output
         if isinstance(output, dict):
@@ -102,13 +106,6 @@ class _Batch:
                 # What all chunks of tokens have alike may be the sum of that of rows.
                 key = (result.key, None if part.tokens is None else part.rows)
                 self._pairs.append((self._same.setdefault(key, result.value), result.value, result.text))
-
-    def _add(self, mode: CutMode, share: float) -> None:
-        self._share += share
-        self._wrong += mode.wrong
-        for key, (own, whole, line) in mode.counted.items():
-            before = self._counted.get(key)
-            self._counted[key] = (own if before is None else before[0] + own, whole, line)
 
     def tensors(self) -> Iterator[Tensor]:
         """What :meth:`check` looks at."""
