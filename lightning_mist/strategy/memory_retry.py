@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from typing import Any
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import InfeasibleError, caught_as
 from lightning_mist.model.user_code import Generators, ModuleState, Snapshot
 from lightning_mist.runtime.parameters import at_work
@@ -45,10 +46,6 @@ class FirstSteps:
         self._failed: _AnotherPlanError | None = None
         self._ran_out = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Trainers can be pickled after a fit, and what plans cannot.
-        return {**vars(self), "_strategy": None, "_replan": None, "_reach": None, "_left": 0}
-
     def tried_steps(self) -> Iterator[AbstractContextManager[None]]:
         """Around an optimizer step, its batch included: one context for each plan that it is tried with.
 
@@ -57,7 +54,7 @@ class FirstSteps:
         if not self._left:
             yield nullcontext()
             return
-        hook, self._failed = self._module._current_fx_name, None
+        hook = self._module._current_fx_name
         yield self._stepping()
         while self._failed is not None:
             (batch,), self._failed = self._failed.args, None
@@ -70,17 +67,15 @@ class FirstSteps:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        self._is_stepping = True
         try:
-            yield
+            with replaced(self, _is_stepping=True):
+                yield
         except _AnotherPlanError as error:
             self._failed = error
         except Exception as error:
             if isinstance(error, InfeasibleError) or not is_out_of_memory(error):
                 raise
             raise self._ended(error) from error
-        finally:
-            self._is_stepping = False
 
     def tried_batches(self, batch: Any) -> Iterator[AbstractContextManager[None]]:
         """Around the forward, or the whole schedule, of one batch; as :meth:`tried_steps`."""

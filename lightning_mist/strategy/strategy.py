@@ -309,6 +309,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         return {
             **super().__getstate__(),
             **dict.fromkeys(("_one_of_each", "_pending", "_writers", "_engine", "_masters", "_watcher")),
+            "_first_steps": None,
             "_states_afterwards": (),
             "_fitting": ExitStack(),
         }
