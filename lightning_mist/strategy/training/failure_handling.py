@@ -139,14 +139,10 @@ class EndsTogether(_Base):
 
     def refuse_without_the_others(self, what: str) -> None:
         """Raise if this takes ranks that have failed or gone, rather than wait for them."""
-        if self._watcher is None:
+        watcher = self._watcher
+        if watcher is None or (watcher.all_failed_together() if watcher.has_failed else watcher.failure() is None):
             return
-        failure = self._watcher.failure()
-        if failure is None and not self._watcher.has_failed:
-            return
-        if self._watcher.has_failed and self._watcher.all_failed_together():
-            return
-        failure = self._watcher.failure()
+        failure = watcher.failure()
         first = "not all ranks failed, or not at the same place" if failure is None else failure.strip()
         raise PeerError(
             f"{what} takes what every rank has, and rank {self.global_rank} cannot have it of the others any more: "
