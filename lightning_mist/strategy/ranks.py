@@ -151,6 +151,7 @@ class ActingRank:
     another, so while they do, what Lightning says of the rank is said of the batch's owner.
     """
 
+    num_processes: int
     _acting_rank: int | None = None
 
     @property
@@ -162,22 +163,19 @@ class ActingRank:
     def local_rank(self) -> int:
         """This rank within its node, or that of the owner of the rows that the step sees."""
         own = _super(self, "local_rank")
-        return own if self._acting_rank is None else self._acting_rank % self._per_node()
+        return own if self._acting_rank is None else self._acting_rank % max(1, self.num_processes)
 
     @property
     def node_rank(self) -> int:
         """This rank's node, or that of the owner of the rows that the step sees."""
         own = _super(self, "node_rank")
-        return own if self._acting_rank is None else self._acting_rank // self._per_node()
+        return own if self._acting_rank is None else self._acting_rank // max(1, self.num_processes)
 
     @property
     def root_device(self) -> torch.device:
         """Where this process computes, whosever rows the step sees: Lightning takes it by the local rank."""
         with replaced(self, _acting_rank=None):
             return super().root_device  # type: ignore[misc, no-any-return]
-
-    def _per_node(self) -> int:
-        return max(1, int(getattr(self, "num_processes", 1)))
 
     def act_for(self, rank: int | None) -> None:
         """Speak for another rank from now on; ``None`` for this one again."""

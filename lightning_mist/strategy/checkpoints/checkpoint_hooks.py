@@ -142,7 +142,8 @@ class Checkpoints(PlanInstallation):
                     return optimizer_shards(self._engine, optimizer, is_first=self.global_rank == 0)
                 return self._engine.optimizer_state(optimizer)
         asked = self._states_afterwards
-        state = asked[self._place_of(optimizer)]() if asked else super().optimizer_state(optimizer)
+        place = next((index for index, item in enumerate(self.optimizers) if item is optimizer), 0)
+        state = asked[place]() if asked else super().optimizer_state(optimizer)
         if not self._saves_directories:
             return state
         return named_state(state, names_in_order(optimizer, self._module))
@@ -184,7 +185,7 @@ class Checkpoints(PlanInstallation):
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True, **more: Any) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
         module, engine = self._module, self._engine
-        with _loading(module):
+        try:
             if engine is None and empty_parameters.has_empty_parameters(module):
                 refuse_unknown(more)
                 load_hollow(module, checkpoint["state_dict"], strict=strict)
@@ -194,6 +195,13 @@ class Checkpoints(PlanInstallation):
                 engine.fill()
                 super().load_model_state_dict(checkpoint, strict, **more)
                 engine.hollow()
+        except RuntimeError as error:
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise
+            raise CheckpointError(
+                f"the checkpoint is not one of this module. {error}\nBuild the module with the sizes that it was saved "
+                "with; what only one of both has is left out with strict_loading = False on the module"
+            ) from error
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of optimizer state in DDP's layout, or of what is in a directory."""
@@ -209,9 +217,6 @@ class Checkpoints(PlanInstallation):
             return
         for state, optimizer in zip(states, self.optimizers, strict=False):
             engine.load_optimizer_state(state, optimizer)
-
-    def _place_of(self, optimizer: Any) -> int:
-        return next((index for index, item in enumerate(self.optimizers) if item is optimizer), 0)
 
 
 def _is_remote(path: Any) -> bool:
@@ -238,17 +243,4 @@ def _writing(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path} was not written: {'; '.join(failures)}. Every rank writes into the folder: all must see it, with "
             "room for the checkpoint before it and the new one; a checkpoint that was there under this name still is"
-        ) from error
-
-
-@contextmanager
-def _loading(module: Any) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("Error(s) in loading state_dict"):
-            raise
-        raise CheckpointError(
-            f"the checkpoint is not one of this module. {error}\nBuild the module with the sizes that it was saved "
-            "with; what only one of both has is left out with strict_loading = False on the module"
         ) from error
