@@ -82,7 +82,7 @@ class Monitor:
         self._seconds: deque[float] = deque(maxlen=_MOST_TIMED)
         self._bytes: _Bytes | None = None
         self._times: list[dict[int, StageTimes]] = []
-        self._is_usual, self._has_compared = True, False
+        self._is_usual = True
         self._first_stage = decision.plan.stage_of(dist.get_rank())
         stage = decision.plan.stages[self._first_stage]
         self._overlaps = stage.mesh.num_peers > 1 and stage.zero_stage < ZeroStage.GRADIENTS
@@ -131,28 +131,21 @@ class Monitor:
                 self._times.append(step_times(self.recorder.take(), self._first_stage, overlaps=self._overlaps))
                 self.recorder.is_on = False
         self._steps += 1
-
-    def after_step(self) -> None:
-        """Compare once enough steps were timed; the same step on every rank."""
-        if len(self._seconds) == _FIRST_COMPARISON and not self._has_compared:
-            self._has_compared = True
-            self._compare()
-            if self.report is not None:
-                self._progress.details(self.report.table())
+        if self._steps == _METERED_STEP + 1 + _FIRST_COMPARISON:  # the same on every rank
+            self._progress.details(self._compare().table())
 
     def finish(self) -> None:
         """Compare over all steps that were timed, on a CPU those of the whole run, and write the report."""
         if not self._seconds:
             self._progress.say("too few optimizer steps to compare predicted with measured: at least 3 are needed")
             return
-        self._compare()
-        if self.report is not None:
-            self._progress.conclude(self.report.summary(), self.report.table())
-        if self._report_path is not None and dist.get_rank() == 0 and self.report is not None:
+        report = self._compare()
+        self._progress.conclude(report.summary(), report.table())
+        if self._report_path is not None and dist.get_rank() == 0:
             path = Path(self._report_path)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(self.report.to_json())
+                path.write_text(report.to_json())
             except OSError as error:  # what was trained is not to be lost for it
                 self._progress.tell(f"the report is not written to {path}: {error}")
 
@@ -162,7 +155,7 @@ class Monitor:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _compare(self) -> None:
+    def _compare(self) -> RunReport:
         gathered: list[Any] = [None] * dist.get_world_size()
         mine = (list(self._seconds), self._bytes, self._is_usual, over_steps(self._times))
         dist.all_gather_object(gathered, mine, group=self._group)
@@ -180,7 +173,7 @@ class Monitor:
             )
             for index, stage in enumerate(plan.stages)
         )
-        self.report = RunReport(
+        report = RunReport(
             predicted_step_seconds=None if predicted is None else predicted.step_seconds,
             measured_step_seconds=middle,
             spread_seconds=median(abs(seconds - middle) for seconds in slowest),
@@ -193,7 +186,9 @@ class Monitor:
         if self._learner is not None:
             if all(is_usual for *_, is_usual, _ in gathered):
                 self._learner.learn(self.measured)
-            self.report = replace(self.report, corrections=self._learner.basis.corrections)
+            report = replace(report, corrections=self._learner.basis.corrections)
+        self.report = report
+        return report
 
     def _stage(self, index: int, measured: Sequence[_Bytes]) -> StageReport:
         """One stage: what was said of its most loaded rank, and the most that any of them needed."""

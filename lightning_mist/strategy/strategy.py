@@ -378,17 +378,14 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         if self._engine is not None:
             self._engine.owned(optimizer).check()
 
-        output, monitor = None, self._monitor
+        output = None
         for tried in self._first_steps.tried_steps():
-            monitor = self._monitor  # another plan has another one
-            assert monitor is not None
-            with tried, monitor.step(optimizer, closure) as timed:
+            assert self._monitor is not None  # another plan has another one
+            with tried, self._monitor.step(optimizer, closure) as timed:
                 output = super().optimizer_step(optimizer, timed, model, **kwargs)
                 if self._engine is not None:
                     with self.all_take_part():
                         complete(self._engine.executor.gather_parameters())
-        assert monitor is not None
-        monitor.after_step()
         return output
 
     def on_train_end(self, **more: Any) -> None:

@@ -41,7 +41,6 @@ def run(monitor, module, steps):
     for _ in range(steps):
         with monitor.step(optimizer, step) as closure:
             closure()
-        monitor.after_step()
 
 
 @pytest.mark.usefixtures("single_rank")
@@ -127,7 +126,6 @@ def test_where_seconds_go_is_recorded_in_the_first_timed_steps_only(tmp_path, mo
         with monitor.step(optimizer, closure) as timed:
             assert timed() == "loss"
             clock.now += 4.0
-        monitor.after_step()
     monitor.finish()
     assert recording == [False] * 2 + [True] * 10 + [False] * 3
     (stage,) = monitor.report.stages
@@ -181,7 +179,6 @@ def test_batches_of_another_shape_teach_nothing(tmp_path, rows, lessons):
             # What comes before and after recording does not matter.
             monitor.saw(torch.zeros(rows if index == 7 else 3 if 2 <= index < 12 else 1, 4))
             closure()
-        monitor.after_step()
     assert len(taught) == lessons
 
 
