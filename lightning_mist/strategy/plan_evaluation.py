@@ -161,9 +161,7 @@ class PlanEvaluation(PlanInstallation):
         if len(replica_ranks(plan, 0)) > 1:
             reach = Reach(module, getattr(module, self._step_name), roots_of(module.trainer))
             guard = StepGuard(module, plan, self.global_rank, reach, self.act_for, records_metrics=True)
-        self._evaluator = Evaluator(engine, guard)
-        for loader, found in self._maps.items():
-            self._evaluator.learn(loader, found)
+        self._evaluator = Evaluator(engine, guard, self._maps)
 
     def _wait(self, loader: int) -> None:
         """Serve others until all have come as far as this rank; at once where it goes on with the same loader."""
@@ -194,7 +192,7 @@ class PlanEvaluation(PlanInstallation):
             loader = next((there for there, has in notices if has), None)
             if loader is None:
                 return places, False, None
-            if evaluator is None or not evaluator.knows(loader):
+            if evaluator is None or loader not in self._maps:
                 self._look(loader, batch, numbers, step)
                 if evaluator is None and self._evaluator is not None:
                     self._evaluator.meet(place, numbers)
@@ -226,7 +224,6 @@ class PlanEvaluation(PlanInstallation):
         assert self._evaluator is not None
         assert found[0].module_map is not None
         self._maps[loader] = evaluated_map(self._engine.module_map, found[0].module_map)
-        self._evaluator.learn(loader, self._maps[loader])
 
     def _reason(self, found: list[EvaluatedStep]) -> str | None:
         """Why a step that ranks have looked at cannot be evaluated by the plan's forwards, if so."""

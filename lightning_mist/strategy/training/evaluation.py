@@ -7,7 +7,7 @@ nothing in its place.
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,10 +36,14 @@ _SMALL = 1 << 12
 
 
 class Evaluator:
-    """Runs an evaluated step over all ranks, loader after loader, under a guard where ranks share batches."""
+    """Runs an evaluated step over all ranks, loader after loader, under a guard where ranks share batches.
 
-    def __init__(self, engine: Engine, guard: StepGuard | None) -> None:
-        self._engine, self._transport, self._guard = engine, engine.transport, guard
+    Args:
+        maps: Maps of the step by the loader of its batches, for those that it runs on.
+    """
+
+    def __init__(self, engine: Engine, guard: StepGuard | None, maps: Mapping[int, ModuleMap]) -> None:
+        self._engine, self._transport, self._guard, self._maps = engine, engine.transport, guard, maps
         self._world = tuple(range(engine.plan.world_size))
         self._passes: dict[int, ForwardPass] = {}
         # What ranks that share batches must agree on, by rank, and the same of their buffers.
@@ -47,17 +51,6 @@ class Evaluator:
         self._of_buffers: list[int] = []
         self._numbers: list[tuple[int, ...] | None] = []
         self._digests: dict[str, tuple[Hashable, str | None]] = {}
-
-    def knows(self, loader: int) -> bool:
-        """Whether the step is known for batches of a loader."""
-        return loader in self._passes
-
-    @works
-    def learn(self, loader: int, found: ModuleMap) -> None:
-        """Evaluate batches of a loader by this map of the step from now on; on all ranks."""
-        # Fakes of other stages' parameters are of the type that is computed in, which masters are not.
-        with without_values(self._engine):
-            self._passes[loader] = self._engine.executor.forward_pass(found)
 
     @works
     def meet(self, place: int, numbers: Sequence[int] | None) -> list[tuple[int, bool]]:
@@ -119,7 +112,12 @@ class Evaluator:
         Returns:
             What the step gave for the batch, as under data parallelism; what it logged is logged. None without a batch.
         """
-        engine, forward = self._engine, self._passes[loader]
+        engine = self._engine
+        if loader not in self._passes:
+            # Fakes of other stages' parameters are of the type that is computed in, which masters are not.
+            with without_values(engine):
+                self._passes[loader] = engine.executor.forward_pass(self._maps[loader])
+        forward = self._passes[loader]
         group = replica_ranks(forward.plan, replica_of(forward.plan, engine.rank))
         complete(engine.buffers.before_forward())
         if len(group) == 1:
