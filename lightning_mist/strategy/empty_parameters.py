@@ -1,6 +1,6 @@
 """Modules that no device ever holds whole: where Lightning asks how tensors are made, and what stands in for values."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,23 +113,6 @@ def hollow_on_host(module: nn.Module) -> None:
     for parameter in module.parameters():
         if is_hollow(parameter):
             empty_out(parameter, torch.device("cpu"))
-
-
-def leave_on_rank_zero(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Put all values into the module in host memory on rank 0, and none on the other ranks."""
-    host = torch.device("cpu")
-    for name, parameter in module.named_parameters():
-        parameter.grad = None
-        if name in values:
-            parameter.data = values[name]
-        else:
-            empty_out(parameter, host)
-    if not values:
-        why = (
-            f"on rank {dist.get_rank()} after fit: a module that no device could hold is whole on rank 0 only. Read it "
-            "there, or save it with trainer.save_checkpoint(path) during fit"
-        )
-        refuse_state_dict(module, is_hollow, why)
 
 
 def refuse_state_dict(module: nn.Module, is_away: Callable[[Tensor], bool], why: str) -> list[Any]:

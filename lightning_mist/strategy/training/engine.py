@@ -44,7 +44,7 @@ from lightning_mist.runtime.parameters import (
 from lightning_mist.runtime.process_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import make_stages
 from lightning_mist.schedule import check, lower
-from lightning_mist.strategy.empty_parameters import leave_on_rank_zero, refuse_state_dict
+from lightning_mist.strategy.empty_parameters import refuse_state_dict
 from lightning_mist.strategy.training.batch_exchange import BatchExchange, digest_of, of_loader
 from lightning_mist.strategy.training.log_records import LogRecorder, Record, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import (
@@ -275,7 +275,18 @@ class Engine:
         self._unguard()
         for name, part in self.parts.items():  # what has no values has the shape of the whole all the same
             self.stages.every[name].data = self.stages.every[name].new_empty(()).expand(part.shape)
-        leave_on_rank_zero(self.module, values)
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = None
+            if name in values:
+                parameter.data = values[name]
+            else:
+                empty_out(parameter, torch.device("cpu"))
+        if not values:
+            why = (
+                f"on rank {self.rank} after fit: a module that no device could hold is whole on rank 0 only. Read it "
+                "there, or save it with trainer.save_checkpoint(path) during fit"
+            )
+            refuse_state_dict(self.module, is_hollow, why)
         self.is_filled = True
 
     @works
