@@ -249,7 +249,16 @@ class MistFabricBase(ActingRank, HoldsPlan, _Base):
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward through the user's loss, and then through the plan where gradients have arrived."""
         super().backward(tensor, module, *args, **kwargs)
-        self._finish_arrivals()
+        arrived, self._arrived = sorted(self._arrived, key=lambda arrival: arrival.number), []
+        for arrival in arrived:
+            if arrival.steps != self._steps:
+                raise TraceError(
+                    "the optimizer stepped between a forward and its backward, whose gradients would be of other "
+                    "parameters: call fabric.backward before optimizer.step"
+                )
+            with self._neutral():
+                arrival.finish(arrival)
+            self._is_unaveraged = not arrival.averages
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step the owned parameters and distribute what was updated."""
@@ -258,7 +267,14 @@ class MistFabricBase(ActingRank, HoldsPlan, _Base):
             for planned in self._modules:
                 refuse_unreduced(planned.parallel)
             return super().optimizer_step(optimizer, **kwargs)
-        self._refuse_unaveraged()
+        if self._is_unaveraged:
+            raise TraceError(
+                "optimizer.step after a forward inside no_backward_sync: under DDP each rank would step on gradients "
+                "of its own, and parameters would part; run the last forward and backward before a step outside of it "
+                "(enabled=False)"
+            )
+        self._steps += 1
+        self._let_go("the optimizer stepped before its backward came")
         engine.owned(optimizer).check()
         engine.hollow()
         output = super().optimizer_step(optimizer, **kwargs)
@@ -351,9 +367,13 @@ class MistFabricBase(ActingRank, HoldsPlan, _Base):
                 self._form = self._look(module, batch)
                 return batch
 
+            def step_to_plan_for(part: Call) -> Any:
+                output = self._run_call(module, part)
+                return stand_in_loss(output) if self._form.loss is None else as_step_result(self._form, output)
+
             step = PlannedStep(
                 name="forward",
-                call=partial(self._step_to_plan_for, module),
+                call=step_to_plan_for,
                 batch=batch_to_plan_for,
                 at_once=None,
                 restrictions=self._restrictions,
@@ -411,35 +431,6 @@ class MistFabricBase(ActingRank, HoldsPlan, _Base):
         averaging: AbstractContextManager[None] = nullcontext() if self.averages else engine.buffers.accumulating()
         with self._neutral(), averaging:
             return self._halted(engine, call) if self._form.loss is None else self._scheduled(engine, call)
-
-    def _finish_arrivals(self) -> None:
-        """Hand over the gradients of all forwards through which a backward has come."""
-        arrived, self._arrived = sorted(self._arrived, key=lambda arrival: arrival.number), []
-        for arrival in arrived:
-            if arrival.steps != self._steps:
-                raise TraceError(
-                    "the optimizer stepped between a forward and its backward, whose gradients would be of other "
-                    "parameters: call fabric.backward before optimizer.step"
-                )
-            arrival.is_over = True
-            with self._neutral():
-                arrival.finish(arrival)
-            self._is_unaveraged = not arrival.averages
-
-    def _refuse_unaveraged(self) -> None:
-        """Refuse a step on gradients that ranks would not have averaged under DDP, and note that there is one.
-
-        Raises:
-            TraceError: If the last backward was of a forward inside ``no_backward_sync``.
-        """
-        if self._is_unaveraged:
-            raise TraceError(
-                "optimizer.step after a forward inside no_backward_sync: under DDP each rank would step on gradients "
-                "of its own, and parameters would part; run the last forward and backward before a step outside of it "
-                "(enabled=False)"
-            )
-        self._steps += 1
-        self._let_go("the optimizer stepped before its backward came")
 
     # The whole schedule in forward -------------------------------------------------------------------------------
 
@@ -544,10 +535,6 @@ class MistFabricBase(ActingRank, HoldsPlan, _Base):
         return output
 
     # What planning asks ------------------------------------------------------------------------------------------
-
-    def _step_to_plan_for(self, module: nn.Module, call: Call) -> Any:
-        output = self._run_call(module, call)
-        return stand_in_loss(output) if self._form.loss is None else as_step_result(self._form, output)
 
     def _look(self, module: nn.Module, call: Call) -> OutputForm:
         """The form of what the module returns, the same on all ranks."""

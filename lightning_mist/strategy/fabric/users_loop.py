@@ -174,7 +174,6 @@ class Arrival:
     steps: int = 0
     averages: bool = True
     gradients: list[Tensor | None] | None = None
-    is_over: bool = False
 
     def arrived(self, gradients: Sequence[Tensor | None]) -> None:
         """Gradients come.
@@ -184,7 +183,7 @@ class Arrival:
         """
         if self.refusal:
             raise TraceError(self.refusal)
-        if self.is_over or self.gradients is not None:
+        if self.gradients is not None:
             raise TraceError(
                 "backward ran twice through one forward of the module, which has its gradients only once; add up "
                 "losses and call fabric.backward once, or run the module again"
