@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.mapping import map_module
-from lightning_mist.model.user_code.module_state import unchanged
+from lightning_mist.model.user_code import unchanged
 from lightning_mist.runtime.checks import check_stages, loss_of, refuse_unchecked
 from lightning_mist.runtime.gradients.weight_gradients import WeightGradients
 from lightning_mist.runtime.recording import StorageMeter, state_tensors

@@ -1,7 +1,6 @@
 """What the user's code can reach and change while it is tried, and putting it back."""
 
 from lightning_mist.model.user_code.contents import Replayed, is_code, is_iterator, is_users_object, simple, token
-from lightning_mist.model.user_code.module_state import Generators, ModuleState, same_generators, unchanged
 from lightning_mist.model.user_code.reach import (
     Code,
     NameSpace,
@@ -17,4 +16,11 @@ from lightning_mist.model.user_code.reach import (
     reached,
     users_layers,
 )
-from lightning_mist.model.user_code.surroundings import Snapshot, Surroundings
+from lightning_mist.model.user_code.snapshots import (
+    Generators,
+    ModuleState,
+    Snapshot,
+    Surroundings,
+    same_generators,
+    unchanged,
+)
