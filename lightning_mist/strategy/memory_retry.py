@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_mist.attributes import replaced
 from lightning_mist.errors import InfeasibleError, caught_as
-from lightning_mist.model.user_code import Generators, ModuleState, Snapshot
+from lightning_mist.model.user_code import Generators, ModuleState, ReachState
 from lightning_mist.runtime.parameters import at_work
 from lightning_mist.strategy.planning import Decision, is_out_of_memory, remember_limit
 from lightning_mist.strategy.training import gradients_are_about_to_go, recorded_logs, replay
@@ -121,7 +121,7 @@ class FirstSteps:
         with at_work():
             gradients = [(p, p.grad if keeps else None) for p in self._module.parameters()]
         states: list[Any] = [ModuleState(self._module, with_contents=True), Generators()]
-        states += [] if self._reach is None else [Snapshot(self._reach, is_start=True)]
+        states += [] if self._reach is None else [ReachState(self._reach, is_start=True)]
 
         def restore() -> None:
             for state in states:

@@ -441,7 +441,7 @@ def _buffers(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
 
 def _attributes(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     start, middle, end = runs.states
-    changed = dict.fromkeys(middle.changed_attributes(end))
+    changed = dict.fromkeys(middle.differs(end))
     changed |= dict.fromkeys(start.new_tensors(end, FakeTensor))
     modules = dict(module.named_modules())
     metrics = set()

@@ -19,7 +19,7 @@ from lightning_mist.model.user_code.reach import (
 from lightning_mist.model.user_code.snapshots import (
     Generators,
     ModuleState,
-    Snapshot,
+    ReachState,
     Surroundings,
     same_generators,
     unchanged,

@@ -7,7 +7,7 @@ arrays, random generators and iterators.
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -28,12 +28,49 @@ from lightning_mist.model.user_code.contents import (
 )
 from lightning_mist.model.user_code.reach import NameSpace, Reach
 
+_Place = tuple[Any, str]  # the key of a space and a name in it
+
+
+class Snapshot:
+    """What names stand for in some places, at one time."""
+
+    def __init__(self, spaces: Mapping[Any, NameSpace], contents: Contents) -> None:
+        self._spaces, self._contents = spaces, contents
+        self.values = {(key, name): value for key, space in spaces.items() for name, value in self._named(space)}
+        self.frozen = {place: self._freeze(place[1], value) for place, value in self.values.items()}
+
+    def _named(self, space: NameSpace) -> list[tuple[str, Any]]:
+        """Names and values of a space that count."""
+        return list(space.values().items())
+
+    def _freeze(self, name: str, value: Any) -> Any:
+        return self._contents.freeze(value)
+
+    def differs(self, later: "Snapshot") -> Iterator[_Place]:
+        """Places whose values are others in a later snapshot."""
+        for place in {**self.frozen, **later.frozen}:
+            if self.frozen.get(place) != later.frozen.get(place):
+                yield place
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for key, space in self._spaces.items():
+            for name, _ in self._named(space):
+                if (key, name) not in self.values:
+                    space.remove(name)
+        for (key, name), value in self.values.items():
+            held = self._spaces[key].values()
+            if name not in held or held[name] is not value:
+                self._spaces[key].put(name, value)
+        self._contents.restore()
+
+
 _OWN_DICTIONARIES = frozenset(vars(nn.Module())) - {"training"}
 """nn.Module's own registries; parameters, buffers and submodules are compared as such."""
 
 
-class ModuleState:
-    """The state of a module at one time.
+class ModuleState(Snapshot):
+    """The state of a module at one time; places are names of its submodules and of their attributes.
 
     Args:
         with_contents: Whether to copy buffers and tensors among the attributes, so that :meth:`restore` puts their
@@ -41,18 +78,8 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, *, with_contents: bool = False) -> None:
-        self._contents = Contents(with_tensors=with_contents)
-        self._spaces = [(name, vars(child), dict(vars(child))) for name, child in module.named_modules()]
-        self._frozen = {
-            (name, attribute): self._contents.freeze(value)
-            for name, _, values in self._spaces
-            for attribute, value in values.items()
-            if attribute not in _OWN_DICTIONARIES
-        }
-        for _, _, values in self._spaces:
-            for attribute in _OWN_DICTIONARIES & values.keys():
-                if isinstance(values[attribute], dict):
-                    self._contents.keep_container(values[attribute])
+        spaces = {name: NameSpace(name, vars(child), is_module=True) for name, child in module.named_modules()}
+        super().__init__(spaces, Contents(with_tensors=with_contents))
         for buffer in module.buffers():
             self._contents.keep_tensor(buffer)
         # Setting `.data` leaves the version as it is.
@@ -61,19 +88,12 @@ class ModuleState:
             for name, b in module.named_buffers(remove_duplicate=False)
         }
 
-    def restore(self) -> None:
-        """Put everything back as it was."""
-        for _, space, values in self._spaces:
-            if space.keys() != values.keys() or any(space[name] is not value for name, value in values.items()):
-                space.clear()
-                space.update(values)
-        self._contents.restore()
-
-    def changed_attributes(self, later: "ModuleState") -> Iterator[tuple[str, str]]:
-        """Module names and attributes that differ in a later state."""
-        for key in {**self._frozen, **later._frozen}:
-            if self._frozen.get(key) != later._frozen.get(key):
-                yield key
+    def _freeze(self, name: str, value: Any) -> Any:
+        if name not in _OWN_DICTIONARIES:
+            return super()._freeze(name, value)
+        if isinstance(value, dict):
+            self._contents.keep_container(value)
+        return None
 
     def changed_buffers(self, later: "ModuleState") -> Iterator[str]:
         """Names of buffers that were written to or replaced."""
@@ -81,13 +101,11 @@ class ModuleState:
             if self._versions.get(name) != version:
                 yield name
 
-    def new_tensors(self, later: "ModuleState", kind: type[Tensor]) -> Iterator[tuple[str, str]]:
-        """Module names and attributes that hold a tensor of a class in a later state and held something else before."""
-        before = {name: values for name, _, values in self._spaces}
-        for name, _, values in later._spaces:
-            for attribute, value in values.items():
-                if isinstance(value, kind) and before.get(name, {}).get(attribute) is not value:
-                    yield name, attribute
+    def new_tensors(self, later: "ModuleState", kind: type[Tensor]) -> Iterator[_Place]:
+        """Places that hold a tensor of a class in a later state and held something else before."""
+        for place, value in later.values.items():
+            if isinstance(value, kind) and self.values.get(place) is not value:
+                yield place
 
 
 _MOST_DRAWN = 4096
@@ -184,7 +202,17 @@ def _comparable(state: Any) -> tuple[Any, ...]:
 
 # Beside the module -------------------------------------------------------------------------------------------------
 
-_Place = tuple[int, str]  # number of a space and a name in it
+
+class ReachState(Snapshot):
+    """Everything that a step can reach, at one time."""
+
+    def __init__(self, reach: Reach, *, is_start: bool) -> None:
+        self._reach = reach
+        contents = Contents(with_tensors=is_start, largest=MOST_BYTES)
+        super().__init__(dict(enumerate(reach.spaces)), contents)
+
+    def _named(self, space: NameSpace) -> list[tuple[str, Any]]:
+        return [(name, value) for name, value in self._reach.named(space) if _is_state(value)]
 
 
 def _is_state(value: Any) -> bool:
@@ -193,99 +221,53 @@ def _is_state(value: Any) -> bool:
     return not (is_code(value) or is_ours)
 
 
-class Snapshot:
-    """Everything that a step can reach, at one time."""
-
-    def __init__(self, reach: Reach, *, is_start: bool) -> None:
-        self._reach = reach
-        self._contents = Contents(with_tensors=is_start, largest=MOST_BYTES)
-        self.values: dict[_Place, Any] = {}
-        self.frozen: dict[_Place, Any] = {}
-        for number, space in enumerate(reach.spaces):
-            for name, value in reach.named(space):
-                if _is_state(value):
-                    self.values[number, name] = value
-                    self.frozen[number, name] = self._contents.freeze(value)
-
-    def differs(self, later: "Snapshot") -> Iterator[_Place]:
-        """Places whose values are others in a later snapshot."""
-        for place in {**self.frozen, **later.frozen}:
-            if self.frozen.get(place) != later.frozen.get(place):
-                yield place
-
-    def restore(self) -> None:
-        """Put everything back as it was."""
-        for number, space in enumerate(self._reach.spaces):
-            now = {name: value for name, value in self._reach.named(space) if _is_state(value)}
-            for name in now.keys() - {name for of, name in self.values if of == number}:
-                space.remove(name)
-        for (number, name), value in self.values.items():
-            space = self._reach.spaces[number]
-            held = space.values()
-            if name not in held or held[name] is not value:
-                space.put(name, value)
-        self._contents.restore()
-
-
 class Surroundings:
     """What a step that is tried finds beside its arguments; afterwards all of it is as before.
 
-    Tell it before and after every run. Runs are let go on one from another until :meth:`settle`: what differs after the
-    second from what was after the first is state, and not a cache that the first filled. Later runs all begin alike.
+    Runs are let go on one from another until :meth:`settle`: what differs after the second from what was after the
+    first is state, and not a cache that the first filled. Later runs all begin alike.
 
     Attributes:
         is_steady: Whether runs are known to change nothing, so that nothing need be put back between them.
     """
 
-    def __init__(self, reach: Reach) -> None:
-        self.reach = reach
+    def __init__(self, reach: Reach, *, is_steady: bool = False) -> None:
+        self.reach, self.is_steady, self._is_settled = reach, is_steady, False
         self._iterators: list[tuple[Callable[[Any], object], Replayed]] = []
-        self._start: Snapshot | None = None
-        self._after: list[Snapshot] = []
-        self.is_steady, self._is_settled = False, False
-
-    def hold(self) -> None:
-        """Remember everything as it is now."""
-        for space in self.reach.spaces:
+        for space in reach.spaces:
             self._hold_iterators(space)
-        self._start = Snapshot(self.reach, is_start=True)
+        self._start = ReachState(reach, is_start=True)
+        self._after: list[ReachState] = []
 
     def release(self) -> None:
         """Put everything back as it was; iterators give again what runs have taken from them."""
-        assert self._start is not None
         self._start.restore()
         for put, iterator in self._iterators:
             put(iterator.release())
-        self._start, self._iterators = None, []
 
-    def begin_run(self) -> None:
-        """A run of the step begins."""
-        assert self._start is not None
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around every run of the step."""
         if self._is_settled and not self.is_steady:
             # Not before: backward may still need what the run before has seen.
             self._start.restore()
-
-    def end_run(self) -> None:
-        """A run of the step has ended, well or not."""
-        if not self._is_settled:
-            self._after.append(Snapshot(self.reach, is_start=False))
+        try:
+            yield
+        finally:
+            if not self._is_settled:
+                self._after.append(ReachState(self.reach, is_start=False))
 
     def settle(self) -> tuple[tuple[str, NameSpace], ...]:
         """What the runs so far have changed beside the module; from here on every run begins as the first."""
-        assert self._start is not None
         changed: tuple[tuple[str, NameSpace], ...] = ()
         if self._after:
             first = self._after[-2] if len(self._after) > 1 else self._start
-            places = [self._named(place) for place in first.differs(self._after[-1])]
+            places = [(name, self.reach.spaces[number]) for number, name in first.differs(self._after[-1])]
             changed = tuple((name, space) for name, space in places if not space.is_module)
             self.is_steady = not any(True for _ in self._start.differs(self._after[-1]))
         self._after, self._is_settled = [], True
         self._start.restore()
         return changed
-
-    def _named(self, place: _Place) -> tuple[str, NameSpace]:
-        number, name = place
-        return name, self.reach.spaces[number]
 
     def _hold_iterators(self, space: NameSpace) -> None:
         values = dict(self.reach.named(space))

@@ -179,12 +179,8 @@ class TriedStep:
         with self.clock.running(has_values=not isinstance(first, FakeTensor)):
             if around is None:
                 return self._run(batch)
-            around.begin_run()
-            try:
-                with seen_backward(self._saw_backward):
-                    return self._run(batch)
-            finally:
-                around.end_run()
+            with around.run(), seen_backward(self._saw_backward):
+                return self._run(batch)
 
     def _run(self, batch: Any) -> Any:
         if not self.records_metrics:
@@ -291,9 +287,7 @@ class TriedStep:
             self.clock.begin()
             with watched_processes(lambda *_: True), suppress(Exception):
                 self.before()
-        around = Surroundings(self.reach)
-        around.is_steady = self._told.is_steady
-        around.hold()
+        around = Surroundings(self.reach, is_steady=self._told.is_steady)
         try:
             with replaced(self, _surroundings=around), watched_processes(self._noticed):
                 yield around

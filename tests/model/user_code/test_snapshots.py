@@ -42,12 +42,12 @@ def test_changes_are_named(name):
     net = Net()
     before = ModuleState(net)
     CHANGES[name](net)
-    assert list(before.changed_attributes(ModuleState(net))) == [("", name)]
+    assert list(before.differs(ModuleState(net))) == [("", name)]
 
 
 def test_nothing_changed():
     net = Net()
-    assert list(ModuleState(net).changed_attributes(ModuleState(net))) == []
+    assert list(ModuleState(net).differs(ModuleState(net))) == []
     assert list(ModuleState(net).changed_buffers(ModuleState(net))) == []
 
 
@@ -156,18 +156,14 @@ class Counts(nn.Module):
 
 
 def run(around, net):
-    around.begin_run()
-    try:
+    with around.run():
         return net.run()
-    finally:
-        around.end_run()
 
 
 @pytest.mark.parametrize("kind", ["held", "class", "iterator", "generator", "array", "cache"])
 def test_every_run_begins_alike_and_nothing_is_left(kind):
     net = Counts(kind)
     around = Surroundings(Reach(net, net.training_step, {}))
-    around.hold()
     first, second = run(around, net), run(around, net)
     changed = [name for name, _ in around.settle()]
     assert changed == {"held": ["HELD"], "class": ["count"], "iterator": ["NUMBERS"], "array": ["ARRAY"]}.get(kind, [])
@@ -184,7 +180,6 @@ def test_every_run_begins_alike_and_nothing_is_left(kind):
 def test_one_run_alone_counts_as_a_change():
     net = Counts("held")
     around = Surroundings(Reach(net, net.training_step, {}))
-    around.hold()
     run(around, net)
     assert [name for name, _ in around.settle()] == ["HELD"]
     around.release()

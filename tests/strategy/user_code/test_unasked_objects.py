@@ -164,11 +164,11 @@ def test_what_a_step_reaches_is_looked_at_and_put_back(held):
     module, callback = Net(held), Holds(held)
     roots = {"callback": (vars(callback), frozenset(("batch",)))}
     reach = Reach(module, module.training_step, roots)
-    around, survey = Surroundings(reach), Survey(reach)
+    survey = Survey(reach)
     before = survey.look()
-    around.hold()
-    around.begin_run()
-    around.end_run()
+    around = Surroundings(reach)
+    with around.run():
+        pass
     assert around.settle() == ()
     around.release()
     assert changed(before, survey.look()) == []
@@ -192,7 +192,6 @@ def test_a_change_inside_is_seen_and_undone_whatever_the_class_makes_of_it():
     module = Net(None)
     reach = Reach(module, module.training_step, {})
     around, survey = Surroundings(reach), Survey(reach)
-    around.hold()
     before = survey.look()
     dict.__setitem__(held, "a", 2)
     assert changed(before, survey.look())
