@@ -197,18 +197,6 @@ def _whole_seconds(item: LayerSeconds) -> list[float]:
 
 _HOST = torch.device("cpu")
 
-BUT_PLAIN: tuple[Feature, ...] = (
-    "pipeline",
-    "microbatches",
-    "checkpointing",
-    "tensor",
-    "sequence",
-    "sharded_gradients",
-    "sharded_parameters",
-    *OFFLOADS.values(),
-)
-"""All that plans can do beside plain data parallelism."""
-
 _WHOLE_MODULE_CALLBACKS = {
     "WeightAveraging": "it averages the whole module on every rank",
     "StochasticWeightAveraging": "it averages the whole module on every rank",

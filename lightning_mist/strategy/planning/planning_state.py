@@ -56,7 +56,6 @@ from lightning_mist.strategy.planning.division_proofs import agree, prove_here, 
 from lightning_mist.strategy.planning.local_machine import alike
 from lightning_mist.strategy.planning.memory_budget import Budget, Room, everywhere_unless_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import (
-    BUT_PLAIN,
     LARGEST_SHARE,
     STATES,
     STATES_WITH_MASTERS,
@@ -73,7 +72,7 @@ from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, timed_
 from lightning_mist.strategy.profile_corrections import PlanBasis, with_corrections
 from lightning_mist.strategy.ranks import Progress, everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import take_apart
-from lightning_mist.strategy.user_code import user_exclusions
+from lightning_mist.strategy.user_code import BUT_PLAIN, user_exclusions
 from lightning_mist.tensors import batch_rows, is_hollow, slice_rows
 from lightning_mist.tuner import TuneResult
 from lightning_mist.tuner.space import tensor_share

@@ -27,13 +27,13 @@ from lightning_mist.model import derive_contexts, derive_splits, map_module, run
 from lightning_mist.model.child_process import Endless, RunClock, can_fork
 from lightning_mist.model.user_code import Generators, Reach, Surroundings, is_users
 from lightning_mist.plan import Feature, ModuleMap, Plan
-from lightning_mist.plan.module_map import OFFLOADS, Reasons, exclusions_of
+from lightning_mist.plan.module_map import Reasons, exclusions_of
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
 from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
 from lightning_mist.strategy.planning.division_proofs import degrees_of, with_ways
 from lightning_mist.strategy.ranks import any_reason, everywhere, of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, recorded_logs, standing_in
-from lightning_mist.strategy.user_code import Survey, changed, unlike
+from lightning_mist.strategy.user_code import BUT_PLAIN, Survey, changed, unlike
 from lightning_mist.tensors import batch_rows, is_hollow, slice_rows
 
 T = TypeVar("T")
@@ -105,9 +105,6 @@ _SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
 
 _ONCE: tuple[Feature, ...] = (*_SHARED, "microbatches")
 """What lets a rank run the step another number of times than once for every batch of its own."""
-
-_ENGINE: tuple[Feature, ...] = (*_ONCE, "checkpointing", "sharded_gradients", *OFFLOADS.values())
-"""Everything but plain data parallelism."""
 
 _BEHIND: tuple[Feature, ...] = ("sharded_parameters", "offloaded_parameters", "offloaded_activations")
 """What is not on the device any more when a layer's forward is over, where a backward inside the step asks for it."""
@@ -306,12 +303,12 @@ class TriedStep:
             )
         if what := self._told.recomputed:
             why = "in what it recomputes itself (torch.utils.checkpoint), so in backward once more"
-            yield f"the step changes {what} {why}, which only plain data parallelism does", _ENGINE
+            yield f"the step changes {what} {why}, which only plain data parallelism does", BUT_PLAIN
         for name, child in self._module.named_modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-                yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
+                yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", BUT_PLAIN
         if several := _in_one_place(self._module):
-            yield f"parameters share memory ({several}), which only plain data parallelism leaves so", _ENGINE
+            yield f"parameters share memory ({several}), which only plain data parallelism leaves so", BUT_PLAIN
         if self._told.differentiates:
             yield _OWN_BACKWARD, _BEHIND
         if refusal := any_reason(self._told.metrics):

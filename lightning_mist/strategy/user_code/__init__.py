@@ -2,6 +2,7 @@
 
 from lightning_mist.strategy.user_code.hook_analysis import body_of, gradients_read_in, read_in_step
 from lightning_mist.strategy.user_code.hook_restrictions import (
+    BUT_PLAIN,
     GRADIENTS_AWAY,
     STATE_AWAY,
     user_exclusions,

@@ -71,17 +71,17 @@ _OF_SCHEDULES = ("step", "get_lr", "_get_closed_form_lr")
 _OF_WRITERS = ("write_on_batch_end", "write_on_epoch_end")
 """What Lightning's writers of predictions call of their own."""
 
-_EVERY: tuple[Feature, ...] = (*STATE_AWAY, "offloaded_activations", "microbatches", "checkpointing")
+BUT_PLAIN: tuple[Feature, ...] = (*STATE_AWAY, "offloaded_activations", "microbatches", "checkpointing", "sequence")
 """All that plans can do beside plain data parallelism."""
 
 _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
     {
         "parameters": PARAMETERS_AWAY,
         "parameters, and put hooks on them": _HOOKED,
-        "parameters between a batch's forward and backward": _EVERY,
+        "parameters between a batch's forward and backward": BUT_PLAIN,
         "gradients": GRADIENTS_AWAY,
         "gradients, and optimizer state": STATE_AWAY,
-        "gradients as they are accumulated": _EVERY,
+        "gradients as they are accumulated": BUT_PLAIN,
         "optimizer state": STATE_AWAY,
     }
 )

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 
 from lightning_mist.strategy.user_code.hook_restrictions import (
-    _EVERY,
+    BUT_PLAIN,
     GRADIENTS_AWAY,
     PARAMETERS_AWAY,
     STATE_AWAY,
@@ -361,7 +361,7 @@ def test_hooks_that_are_put_on_parameters_later_count_as_those_that_are_there():
         module.head.weight.register_post_accumulate_grad_hook(print)
 
     assert found(_callback("on_fit_start", put))[0] == {*PARAMETERS_AWAY, "microbatches"}
-    assert found(_callback("on_fit_start", accumulated))[0] == {*_EVERY}
+    assert found(_callback("on_fit_start", accumulated))[0] == {*BUT_PLAIN}
 
 
 def test_an_average_kept_by_hand_leaves_gradients_to_their_owners():
@@ -372,7 +372,7 @@ def test_an_average_kept_by_hand_leaves_gradients_to_their_owners():
 
 def test_what_is_changed_between_forward_and_backward_leaves_plain_data_parallelism():
     features, reason = found(_callback("on_before_zero_grad", lambda self, trainer, module, *_: _Ema().update(module)))
-    assert features == {*_EVERY}
+    assert features == {*BUT_PLAIN}
     assert "between a batch's forward and backward" in reason
 
 
@@ -529,7 +529,7 @@ class Clamps(torch.optim.SGD):
         ({"schedule": Warm, "kind": Clears}, (), ""),
         ({"schedule": Restarts}, STATE_AWAY, "step of Restarts may use optimizer state (self.optimizer.state"),
         ({"schedule": ByNorm}, STATE_AWAY, "get_lr of ByNorm may use"),
-        ({"kind": Clamps}, _EVERY, "zero_grad of Clamps may use"),
+        ({"kind": Clamps}, BUT_PLAIN, "zero_grad of Clamps may use"),
     ],
 )
 def test_what_schedules_and_optimizers_do_beside_a_step_is_read(options, features, said):
