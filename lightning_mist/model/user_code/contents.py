@@ -79,33 +79,25 @@ class Contents:
 
     def __init__(self, *, with_tensors: bool, largest: int | None = None) -> None:
         self._with_tensors, self._largest = with_tensors, largest
-        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._copies: dict[int, tuple[Any, Any]] = {}
         self._resets: dict[int, tuple[Any, Callable[[], Any]]] = {}
 
     def restore(self) -> None:
         """Put everything that was frozen or kept back as it was."""
-        for value, contents in self._copies.values():
-            _refill(value, contents)
-        for _, reset in self._resets.values():
-            reset()
         with torch.no_grad():
-            for tensor, memory, contents in self._tensors.values():
-                if tensor.device != memory.device or address_of(tensor) != address_of(memory):
-                    tensor.data = memory
-                tensor.copy_(contents)
+            for _, reset in self._resets.values():
+                reset()
 
     def keep_container(self, value: Any) -> None:
         """Remember what is in a container, but nothing of its items."""
-        if id(value) not in self._copies:
-            self._copies[id(value)] = (value, list(entries(value)))
+        if id(value) not in self._resets:
+            self._reset(value, partial(_refill, value, list(entries(value))))
 
     def keep_tensor(self, tensor: Tensor) -> None:
         """Remember the contents of a tensor, if tensors are kept."""
         if not self._with_tensors or isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return
         if self._largest is None or tensor.numel() * tensor.element_size() <= self._largest:
-            self._tensors.setdefault(id(tensor), (tensor, tensor.detach(), tensor.detach().clone()))
+            self._reset(tensor, partial(_rewrite, tensor, tensor.detach(), tensor.detach().clone()))
 
     def freeze(self, value: Any, depth: int = DEPTH) -> Any:
         """Something that compares equal as long as the value has not changed."""
@@ -228,6 +220,12 @@ def held_iterators(holder: Any, names: Iterator[Any], depth: int = 2) -> Iterato
             yield from held_iterators(value, iter([key for key, _ in entries(value)]), depth - 1)
         elif depth and is_users_object(value):
             yield from held_iterators(own(value), iter([key for key, _ in entries(own(value))]), depth - 1)
+
+
+def _rewrite(tensor: Tensor, memory: Tensor, contents: Tensor) -> None:
+    if tensor.device != memory.device or address_of(tensor) != address_of(memory):
+        tensor.data = memory
+    tensor.copy_(contents)
 
 
 def _refill(value: Any, contents: list[tuple[Any, Any]]) -> None:
