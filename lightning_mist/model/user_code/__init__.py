@@ -1,6 +1,5 @@
 """What the user's code can reach and change while it is tried, and putting it back."""
 
-from lightning_mist.model.user_code.contents import Replayed, is_code, is_iterator, is_users_object, simple, token
 from lightning_mist.model.user_code.reach import (
     Code,
     NameSpace,
@@ -11,6 +10,7 @@ from lightning_mist.model.user_code.reach import (
     is_library,
     is_lightnings,
     is_users,
+    is_users_object,
     loaded_names,
     names_in,
     reached,
@@ -20,7 +20,12 @@ from lightning_mist.model.user_code.snapshots import (
     Generators,
     ModuleState,
     ReachState,
+    Replayed,
     Surroundings,
+    is_code,
+    is_iterator,
     same_generators,
+    simple,
+    token,
     unchanged,
 )

@@ -32,9 +32,11 @@ from lightning_mist.attributes import (
     unwrapped,
     wrapped,
 )
-from lightning_mist.model.user_code.contents import is_users_object
 
 # Whose code it is ------------------------------------------------------------------------------------------------
+
+_FOREIGN_PACKAGES = (*MACHINERY, "transformers", "numpy", "builtins", "logging", "threading", "pandas")
+"""Packages whose objects are compared by identity only: they refer to the whole world (the trainer, for example)."""
 
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _PLACES = ("/site-packages/", "/dist-packages/")
@@ -44,6 +46,15 @@ def is_users(item: Any) -> bool:
     """Whether a function, class or module is the user's own, or a library's that is no part of the machinery."""
     top = package_of(item)
     return top not in LIBRARIES and (top not in sys.stdlib_module_names or top in ("__main__", "__mp_main__"))
+
+
+def is_users_object(value: Any) -> bool:
+    """Whether something is an instance of a class of the user's, whose attributes may change."""
+    return (
+        not is_a(value, (type, FunctionType, nn.Module, ModuleType))
+        and package_of(type(value)) not in _FOREIGN_PACKAGES
+        and own(value) is not None
+    )
 
 
 def is_installed(code: CodeType) -> bool:

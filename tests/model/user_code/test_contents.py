@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.model.user_code.contents import Contents, Replayed, held_iterators, is_iterator
+from lightning_mist.model.user_code.snapshots import Contents, Replayed, held_iterators, is_iterator
 
 
 class Held:
