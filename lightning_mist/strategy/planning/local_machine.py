@@ -320,18 +320,15 @@ def measure_overheads(profile: HardwareProfile, device: torch.device, world_size
         module, batch = _Network().to(device), torch.randn(ROWS, LENGTH, WIDTH, device=device)
         found = map_module(module, module.training_step, batch, blocks="blocks")
         plain = _plain(module, batch[:1])
-        runs = {"data": _run(module, found, batch, device, _plan(world_size, zero_stage=1))}
-        recomputing = _plan(world_size, zero_stage=1, checkpointed_layers="all")
-        runs["recomputed"] = _run(module, found, batch, device, recomputing)
+        plans: dict[str, dict[str, Any]] = {"data": {"zero_stage": 1}}
+        plans["recomputed"] = {"zero_stage": 1, "checkpointed_layers": "all"}
         if world_size % 2 == 0:
-            runs["pipeline"] = _run(module, found, batch, device, _plan(world_size, pipeline_stages=2))
-            split_backward = _plan(world_size, pipeline_stages=2, schedule="zb-h1")
-            runs["split backward"] = _run(module, found, batch, device, split_backward)
-            split = derive_splits(module, module.training_step, batch, found, (2,))
-            if split.splits:
-                runs["tensor"] = _run(module, split, batch, device, _plan(world_size, tensor_parallel_degree=2))
+            plans |= {"pipeline": {"pipeline_stages": 2}, "split backward": {"pipeline_stages": 2, "schedule": "zb-h1"}}
+            found = derive_splits(module, module.training_step, batch, found, (2,))
+            plans |= {"tensor": {"tensor_parallel_degree": 2}} if found.splits else {}
         if world_size > 1:
-            runs["shards"] = _run(module, found, batch, device, _plan(world_size, zero_stage=3))
+            plans["shards"] = {"zero_stage": 3}
+        runs = {name: _run(module, found, batch, device, _plan(world_size, **more)) for name, more in plans.items()}
     return _same(_overheads(profile, runs, plain))
 
 
