@@ -206,11 +206,8 @@ class _Walk:
             self._inner(node.args, lambda: self.block(node.body))
         elif isinstance(node, ast.Expr):
             self.value(node.value)
-        elif isinstance(node, (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Pass, ast.ClassDef)):
-            pass
-        else:
-            for child in ast.iter_child_nodes(node):
-                self._child(child)
+        elif not isinstance(node, ast.ClassDef):
+            self._on_other(node)
 
     def _either(self, body: list[ast.stmt], orelse: list[ast.stmt]) -> None:
         """Of two ways one is gone, or none: a name stands for parameters if it does on any."""
@@ -224,15 +221,6 @@ class _Walk:
         for name in {name for way in ways for name in way}:
             found = [way[name] for way in reversed(ways) if name in way]
             self._names[name] = next((value for value in found if self._all.holds(value)), found[0])
-
-    def _child(self, node: ast.AST) -> None:
-        if isinstance(node, ast.stmt):
-            self._statement(node)
-        elif isinstance(node, ast.expr):
-            self._plainly(node)
-        else:
-            for child in ast.iter_child_nodes(node):
-                self._child(child)
 
     def _assign(self, node: ast.Assign | ast.AnnAssign) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -293,7 +281,10 @@ class _Walk:
         return getattr(self, f"_on_{type(node).__name__.lower()}", self._on_other)(node)
 
     def _on_name(self, node: ast.Name) -> Any:
-        return self._named(node.id)
+        if node.id in self._names:
+            return self._names[node.id]
+        space = self._space if node.id in self._space else vars(builtins)
+        return Known(space[node.id]) if node.id in space else None
 
     def _on_attribute(self, node: ast.Attribute) -> Any:
         return self._attribute(self.value(node.value), node.attr, node)
@@ -336,9 +327,14 @@ class _Walk:
         walk()
         self._names.update(kept)
 
-    def _on_other(self, node: ast.expr) -> None:
+    def _on_other(self, node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
-            self._child(child)
+            if isinstance(child, ast.stmt):
+                self._statement(child)
+            elif isinstance(child, ast.expr):
+                self._plainly(child)
+            else:
+                self._on_other(child)
 
     def _plainly(self, node: ast.expr) -> None:
         """An expression whose value goes where it is not followed."""
@@ -371,12 +367,6 @@ class _Walk:
         name, what = self._function.__code__.co_filename.replace("\\", "/").rpartition("/")[2], ast.unparse(node)
         what = what if len(what) <= 60 else f"{what[:57]}..."
         raise ReachedError(f"{what} at {name}:{getattr(node, 'lineno', 0)}", callee, is_state=is_state)
-
-    def _named(self, name: str) -> Any:
-        if name in self._names:
-            return self._names[name]
-        space = self._space if name in self._space else vars(builtins)
-        return Known(space[name]) if name in space else None
 
     def _on_subscript(self, node: ast.Subscript) -> Any:
         base = self.value(node.value)
