@@ -52,13 +52,6 @@ from lightning_mist.tensors import gradients_aside, leaves, rebuild
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
-class _Pause:
-    """Where a schedule waits for the user's backward."""
-
-    def wait(self) -> None:
-        pass
-
-
 class LoopEngine(Engine):
     """An engine for loops that users write: a batch's backward may come later than its forward, or never.
 
@@ -92,7 +85,7 @@ class LoopEngine(Engine):
         self.forget_batch()
         complete(self.buffers.before_forward())
         complete(self.exchange.run(batch, get_random_state(self.device)))
-        pause = _Pause()
+        pause: Any = object()  # where the schedule waits for the user's backward
         call = StepCall(self._guarded)
         call.begin(step)
         self._held = self._halves(call, pause)
