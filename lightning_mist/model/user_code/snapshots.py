@@ -8,7 +8,6 @@ nothing from it.
 
 import collections
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from types import MethodType
 from typing import Any
 from weakref import ProxyTypes
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -126,7 +126,6 @@ class Contents:
         return "object", id(value), keeper.freeze(attributes, depth - 1)
 
     def _drawn(self, value: Any) -> Any:
-        numpy = sys.modules.get("numpy")
         state: Any = None
         if is_a(value, Replayed):
             state = value.given
@@ -138,11 +137,11 @@ class Contents:
         elif is_a(value, random.Random):
             state = value.getstate()
             self._reset(value, partial(value.setstate, state))
-        elif numpy is not None and is_a(value, numpy.random.Generator):
+        elif is_a(value, np.random.Generator):
             bits = value.bit_generator.state
             state = repr(bits)
             self._reset(value, partial(setattr, value.bit_generator, "state", bits))
-        elif numpy is not None and is_a(value, numpy.random.RandomState):
+        elif is_a(value, np.random.RandomState):
             drawn = value.get_state()
             state = repr(drawn)
             self._reset(value, partial(value.set_state, drawn))
@@ -153,11 +152,10 @@ class Contents:
         if is_a(value, Tensor):
             self.keep_tensor(value)
             return "tensor", id(value), -1 if value.is_inference() else value._version
-        numpy = sys.modules.get("numpy")
-        if numpy is None or not is_a(value, numpy.ndarray) or value.nbytes > MOST_BYTES or value.dtype.hasobject:
+        if not is_a(value, np.ndarray) or value.nbytes > MOST_BYTES or value.dtype.hasobject:
             return None
         if value.flags.writeable and self._with_tensors:
-            self._reset(value, partial(numpy.copyto, value, value.copy()))
+            self._reset(value, partial(np.copyto, value, value.copy()))
         return "array", id(value), value.shape, hash(value.tobytes())
 
     def _reset(self, value: Any, reset: Callable[[], Any]) -> None:
@@ -325,8 +323,7 @@ class Generators:
         self._torch = torch.get_rng_state()
         self._devices = [(generator, generator.get_state()) for generator in used_generators()]
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
+        self._numpy = np.random.get_state()
 
     def restore(self) -> None:
         """Continue from these states."""
@@ -334,8 +331,7 @@ class Generators:
         for generator, state in self._devices:
             generator.set_state(state)
         random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        np.random.set_state(self._numpy)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Generators) and self._key() == other._key()
@@ -345,8 +341,7 @@ class Generators:
 
     def _key(self) -> tuple[Any, ...]:
         states = [self._torch, *(state for _, state in self._devices)]
-        numpy = None if self._numpy is None else _comparable(self._numpy)
-        return (*(bytes(state.numpy()) for state in states), self._python, numpy)
+        return (*(bytes(state.numpy()) for state in states), self._python, _comparable(self._numpy))
 
     def follow(self, later: "Generators") -> None:
         """Go on from here to ``later``; from another state, as many numbers of torch's generator further.
@@ -369,11 +364,7 @@ class Generators:
         """Names of the generators outside of torch that were drawn from in between."""
         if self._python != later._python:
             yield "Python's random module"
-        if (
-            self._numpy is not None
-            and later._numpy is not None
-            and _comparable(self._numpy) != _comparable(later._numpy)
-        ):
+        if _comparable(self._numpy) != _comparable(later._numpy):
             yield "numpy's global generator"
 
 

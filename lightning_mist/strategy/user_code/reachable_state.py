@@ -7,13 +7,13 @@ runs on one rank for another would see the same there.
 import hashlib
 import operator
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import GeneratorType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -171,14 +171,11 @@ def _inside(value: Any, depth: int) -> Hashable:
 
 def _array(value: Any) -> Hashable:
     """What tells numpy's arrays and generators apart; ``None`` for anything else."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if is_a(value, numpy.random.Generator):
+    if is_a(value, np.random.Generator):
         return repr(value.bit_generator.state)
-    if is_a(value, numpy.random.RandomState):
+    if is_a(value, np.random.RandomState):
         return repr(value.get_state())
-    if is_a(value, numpy.ndarray) and not value.dtype.hasobject:
+    if is_a(value, np.ndarray) and not value.dtype.hasobject:
         part = value if value.nbytes <= _BYTES else value.reshape(-1)[: _BYTES // value.itemsize]
         return value.shape, hashlib.blake2b(part.tobytes(), digest_size=8).hexdigest()
     return None
