@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import ProxyTypes
 
@@ -413,8 +413,9 @@ class ReachState(Snapshot):
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a value is no code, nor what this package answers with meanwhile, such as a recorder of ``log``."""
-    is_ours = is_a(value, MethodType) and package_of(value) == __name__.partition(".")[0]
+    """Whether a value is no code, nor what this package answers with meanwhile, as a recorder of ``log`` or a layer."""
+    inner = value.func if is_a(value, partial) else value
+    is_ours = is_a(inner, (MethodType, FunctionType)) and package_of(inner) == __name__.partition(".")[0]
     return not (is_code(value) or is_ours)
 
 

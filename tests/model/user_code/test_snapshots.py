@@ -1,5 +1,6 @@
 import itertools
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.user_code import Generators, ModuleState, Reach, Surroundings, unchanged
+from lightning_mist.tensors import copy_batch
 
 
 class Meter:
@@ -175,6 +177,26 @@ def test_every_run_begins_alike_and_nothing_is_left(kind):
     assert net.run() == first
     if kind == "class":
         del Counts.made
+
+
+def test_what_answers_for_a_layer_meanwhile_is_not_put_back():
+    class Layer(nn.Module):
+        def forward(self, x):
+            return x
+
+    class Layered(Counts):
+        def by_held(self):
+            return super().by_held(), self.layer.forward(ARRAY)
+
+    net = Layered("held")
+    net.layer = Layer()
+    around = Surroundings(Reach(net, net.training_step, {}))
+    run(around, net)
+    assert [name for name, _ in around.settle()] == ["HELD"]
+    vars(net.layer)["forward"] = partial(copy_batch)
+    run(around, net)
+    assert "forward" in vars(net.layer)
+    around.release()
 
 
 def test_one_run_alone_counts_as_a_change():
