@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,7 @@ from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.strategy.given_arguments import size_limit
 from lightning_mist.strategy.planning.local_machine import default_directory
 from lightning_mist.strategy.ranks import on_rank_zero
+from lightning_mist.tensors import leaves
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
@@ -208,8 +209,6 @@ class Decision:
 
 # Plans that were made before: the same script asks once -----------------------------------------------------------
 
-FOLDER = "plans"
-
 _STEP = 1.25
 """Sizes within a factor of this count as one: lengths of sequences differ from one shuffled epoch to the next."""
 
@@ -238,7 +237,8 @@ def _lines(module: nn.Module, batch: Any, optimizers: Iterable[Any], others: Ite
             yield _source(cls)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {tensor.device.type}"
-    yield repr(_sizes(batch))
+    names = [*map(str, batch)] if isinstance(batch, Mapping) else type(batch).__name__
+    yield repr((names, [_size(leaf) for leaf in leaves(batch)]))
     for optimizer in optimizers:
         yield f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         for group in optimizer.param_groups:
@@ -259,24 +259,18 @@ def _source(cls: type) -> str:
         return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _sizes(value: Any) -> Any:
-    """A batch's structure and types, its rows exactly, and its other sizes roughly."""
-    if isinstance(value, Tensor):
-        # Nested ones have no shape in numbers.
-        rows, *sizes = (value.size(0), value.numel()) if value.is_nested else (value.shape or (1,))
-        return value.dtype, rows, tuple(round(math.log(max(size, 1), _STEP)) for size in sizes)
-    if isinstance(value, dict):
-        return tuple((str(name), _sizes(item)) for name, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, tuple(_sizes(item) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return tuple((field.name, _sizes(getattr(value, field.name))) for field in fields(value))
-    return type(value).__name__
+def _size(value: Any) -> Any:
+    """The type of a batch's member; of a tensor also its rows exactly, and its other sizes roughly."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    # Nested ones have no shape in numbers.
+    rows, *sizes = (value.size(0), value.numel()) if value.is_nested else (value.shape or (1,))
+    return value.dtype, rows, tuple(round(math.log(max(size, 1), _STEP)) for size in sizes)
 
 
 def cache_path(directory: Path, key: str) -> Path:
     """Where a plan is kept."""
-    return directory / FOLDER / f"{key}.json"
+    return directory / "plans" / f"{key}.json"
 
 
 def cached_plan(path: Path, present: Fingerprint) -> tuple[Plan | None, str | None]:

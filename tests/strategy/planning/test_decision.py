@@ -1,6 +1,7 @@
 """Plans are found again by what they follow from, and by nothing less."""
 
-from dataclasses import replace
+from collections import UserDict
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,12 @@ def key(*, net=Net, width=4, rows=4, length=40, lr=0.1, cls=torch.optim.AdamW, o
     return cache_key(module, batch, [cls(module.parameters(), lr=lr, **more)], others)
 
 
+@dataclass
+class SimpleBatch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 class Other(Net):
     def forward(self, x):
         return self.layer(x) + 1
@@ -85,6 +92,19 @@ def test_the_same_question_has_the_same_key_and_others_have_others():
         key(net=Other),
     ]
     assert len(set(different)) == len(different)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, SimpleBatch])
+def test_sizes_count_in_batches_of_any_class(kind):
+    def key_of(rows):
+        return cache_key(Net(), kind(x=torch.zeros(rows, 4), y=torch.zeros(rows)), [], ())
+
+    assert key_of(4) == key_of(4) != key_of(5)
+
+
+def test_names_count_in_batches():
+    named = [cache_key(Net(), {name: torch.zeros(4, 4)}, [], ()) for name in ("labels", "mask")]
+    assert named[0] != named[1]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
