@@ -99,7 +99,6 @@ class FitPlanner:
     cluster: AnyCluster
     restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
     prepare: Callable[[Any], None] | None = None
-    spec: ModelSpec | None = None
     basis: PlanBasis | None = None
     cached_at: Path | None = None
     cache_place: Path | None = None
@@ -360,7 +359,7 @@ class FitPlanner:
         return self.tried(lambda: sum(map(time, self.strategy.optimizers[:1])))
 
     def trace(self, found: ModuleMap) -> ModelSpec:
-        """What the module costs; on rank 0, kept for later."""
+        """What the module costs; on rank 0."""
         self.progress.say("tracing the model")
         optimizer = self.strategy.optimizers[0] if self.strategy.optimizers else None
         kind = self.strategy.root_device.type
@@ -378,7 +377,6 @@ class FitPlanner:
         if self.request.master_weights:
             told = None if optimizer is None else describe_optimizer(optimizer, device_kind=kind, dtype=torch.float32)
             spec = with_master_weights(spec, told)
-        self.spec = spec
         return spec
 
     def count(
@@ -424,11 +422,11 @@ class FitPlanner:
         """The best plan that was found, or plain data parallelism if that fits and is as good; on rank 0."""
         if made.plan.is_plain:
             return made.plan
-        bare, spec = self.plainest(), self.spec
-        assert spec is not None
+        bare, basis = self.plainest(), self.basis
+        assert basis is not None
         why = enough(
             predicted=(made.predicted, bare.prediction),
-            fits=lambda: estimate_of(spec, self.cluster, bare, self.budget.limit).verdict == "fits",
+            fits=lambda: estimate_of(basis.spec, self.cluster, bare, self.budget.limit).verdict == "fits",
         )
         if why is None:
             return made.plan

@@ -191,8 +191,8 @@ def _check(planner: FitPlanner, found: ModuleMap, plan: Plan) -> None:
 def _estimate(planner: FitPlanner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
     """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
     budget = replace(planner.budget, host_asked=planner.request.host_limit)
-    if planner.spec is not None:
-        return estimate_of(planner.spec, planner.cluster, plan, budget.limit)
+    if planner.basis is not None:
+        return estimate_of(planner.basis.spec, planner.cluster, plan, budget.limit)
     changed = differences(plan.fingerprint, planner.fingerprint(found))
     return estimate_given(
         plan,
