@@ -30,7 +30,7 @@ from lightning_mist.strategy.planning.decision import PlannedStep
 from lightning_mist.strategy.planning.plain_parallelism import MANUAL, at_once_reason
 from lightning_mist.strategy.ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.training import NOT_AVERAGED, check_same_samples, digest_of
-from lightning_mist.strategy.user_code import GRADIENTS_AWAY, STATE_AWAY, read_in_step
+from lightning_mist.strategy.user_code import GRADIENTS_AWAY, PARAMETERS_AWAY, STATE_AWAY, read_in_step
 from lightning_mist.tensors import copy_batch
 
 
@@ -326,16 +326,8 @@ def load_the_same(batch: Any, loaders: int) -> bool:
 # Steps that call backward and step their optimizers themselves ----------------------------------------------------
 
 BUT_MANUAL: tuple[Feature, ...] = (
-    "pipeline",
-    "microbatches",
-    "tensor",
-    "sequence",
-    "context",
-    "sharded_parameters",
-    "even_shards",
-    "offloaded_parameters",
-    "offloaded_gradients",
-    "offloaded_activations",
+    *(*PARAMETERS_AWAY, "offloaded_gradients", "offloaded_activations"),
+    *("microbatches", "sequence", "context", "even_shards"),
 )
 """What needs to know a step's forward and its one backward apart."""
 

@@ -4,6 +4,7 @@ from lightning_mist.strategy.user_code.hook_analysis import body_of, gradients_r
 from lightning_mist.strategy.user_code.hook_restrictions import (
     BUT_PLAIN,
     GRADIENTS_AWAY,
+    PARAMETERS_AWAY,
     STATE_AWAY,
     user_exclusions,
     whole_in_evaluation,
