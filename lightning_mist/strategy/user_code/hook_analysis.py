@@ -251,28 +251,27 @@ class _Walk:
             self._names[node.id] = None
 
     def _bind(self, target: ast.expr, source: ast.expr) -> None:
-        is_pair = isinstance(target, ast.Tuple) and len(target.elts) == 2
-        if isinstance(source, ast.Call) and ast.unparse(source.func) == "reversed" and len(source.args) == 1:
-            source = source.args[0]
-        if isinstance(source, ast.Call) and is_pair and source.args and ast.unparse(source.func) == "enumerate":
-            assert isinstance(target, ast.Tuple)
-            target, source = target.elts[1], source.args[0]
-        is_zip = isinstance(source, ast.Call) and isinstance(target, ast.Tuple) and ast.unparse(source.func) == "zip"
-        if is_zip and len(source.args) == len(target.elts):  # type: ignore[attr-defined]
-            for each, item in zip(target.elts, source.args, strict=True):  # type: ignore[attr-defined]
+        name, given = (ast.unparse(source.func), source.args) if isinstance(source, ast.Call) else ("", [])
+        several = target.elts if isinstance(target, ast.Tuple) else []
+        if name == "reversed" and len(given) == 1:
+            return self._bind(target, given[0])
+        if name == "enumerate" and given and len(several) == 2:
+            return self._bind(several[1], given[0])
+        if name == "zip" and len(given) == len(several) > 0:
+            for each, item in zip(several, given, strict=True):
                 self._bind(each, item)
-            return
+            return None
         found = self.value(source)
         if isinstance(found, Groups) and not found.is_one and isinstance(target, ast.Name):
             self._names[target.id] = Groups(is_one=True)
-            return
+            return None
         if isinstance(found, Known) and is_a(found.value, (list, tuple)) and isinstance(target, ast.Name):
             held = [item for _, item in entries(found.value) if self._all.holds(item)]
             if held and all(self._all.is_optimizer(item) for item in held):
                 self._names[target.id] = Known(held[0])
-                return
+                return None
         self._refuse(found, source)
-        self._target(target)
+        return self._target(target)
 
     # Expressions -------------------------------------------------------------------------------------------------
 

@@ -486,6 +486,8 @@ class Warm(torch.optim.lr_scheduler.LRScheduler):
             self.optimizer.param_groups[index]["lr"] *= 1.0
         for group in reversed(self.optimizer.param_groups):
             group["lr"] *= 1.0
+        for number, group in enumerate(reversed(self.optimizer.param_groups)):
+            group["lr"] *= 1.0 + 0.0 * number
         for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self.get_lr(), strict=True)):
             group["lr"] = rate / (number + 1)
 
