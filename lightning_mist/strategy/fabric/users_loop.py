@@ -41,22 +41,17 @@ class Call:
 
 def loop_exclusions(frame: FrameType | None = None) -> tuple[Exclusion, ...]:
     """What the code that is running, up from a frame, and what it calls by name, rules out."""
-    found = _looks_at_gradients(sys._getframe(1) if frame is None else frame)
-    if found is None:
+    frame, codes = frame or sys._getframe(1), list[Code]()
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in MACHINERY and not is_installed(frame.f_code):
+            codes.append(Code(frame.f_code, frame.f_globals, tuple(frame.f_locals.values())))
+        frame = frame.f_back
+    if (found := gradients_read_in(codes)) is None:
         return ()
     name, place = found
     reason = f"the loop may look at gradients ({name} in {place}), which would not all be on every rank"
     return exclusions_of([(reason, GRADIENTS_AWAY)])
-
-
-def _looks_at_gradients(frame: FrameType | None) -> tuple[str, str] | None:
-    waiting: list[Code] = []
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package not in MACHINERY and not is_installed(frame.f_code):
-            waiting.append(Code(frame.f_code, frame.f_globals, tuple(frame.f_locals.values())))
-        frame = frame.f_back
-    return gradients_read_in(waiting)
 
 
 # What a module returns --------------------------------------------------------------------------------------------
