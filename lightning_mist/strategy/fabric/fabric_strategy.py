@@ -317,6 +317,8 @@ class MistFabricBase(ActingRank, HoldsPlan, _Base):
         with replaced(self, averages=False) if enabled else nullcontext():
             yield
 
+    # Calls of the module -----------------------------------------------------------------------------------------
+
     @property
     def lightning_module(self) -> nn.Module:
         """The module that is planned for, under the name that planning knows."""
