@@ -37,10 +37,6 @@ from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import Engine, connected
 
-_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
-"""Element type of matrix products by the first part of Lightning's precision names; all others compute in float32."""
-
-
 MACHINE_SECONDS = 9.0
 """What measuring the machine may take. The runtime itself takes up to 6 s more on two CPU processes, and the layers
 5 s, so that everything that a first fit measures takes 20 s."""
@@ -102,10 +98,9 @@ def machine_profile(
     is_fresh: bool = False,
 ) -> HardwareProfile:
     """What was measured of this machine, on every rank: the kept profile, if it is not to be fresh, or a new one."""
-    dtypes = [torch.float32]
-    reduced = _DTYPES.get(precision.partition("-")[0])
-    if reduced is not None:
-        dtypes.append(reduced)
+    from lightning_mist.cost.time import compute_dtype
+
+    dtypes = list(dict.fromkeys((torch.float32, getattr(torch, compute_dtype(precision)))))
     kept, dtypes = on_rank_zero(lambda: (None, dtypes) if is_fresh else _kept(directory, cluster, dtypes, progress))
     if kept is not None:
         progress.say(f"using what was {kept.source}")

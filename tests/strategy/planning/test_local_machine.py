@@ -65,7 +65,13 @@ def test_a_machine_is_measured_once(tmp_path, measured, capsys):
 
 @pytest.mark.usefixtures("single_rank")
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16), ("64-true", torch.float64)]
+    ("precision", "dtype"),
+    [
+        ("bf16-mixed", torch.bfloat16),
+        ("16-mixed", torch.float16),
+        ("64-true", torch.float64),
+        ("transformer-engine", torch.bfloat16),
+    ],
 )
 def test_a_new_precision_is_measured_too(tmp_path, measured, precision, dtype):
     profile(tmp_path / "cache", "32-true")
