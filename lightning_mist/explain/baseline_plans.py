@@ -32,14 +32,14 @@ where none is needed would say nothing.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
 from time import thread_time
 from types import MappingProxyType
+from typing import Any
 
 from lightning_mist.cost import profiles_of
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
-from lightning_mist.explain.explanation import closed_form_of, differences, kind_of
+from lightning_mist.explain.explanation import differences, kind_of
 from lightning_mist.hardware.catalog import with_stack
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import OFFLOADED, Plan, SearchSpace, StepRates, step_rates
@@ -49,7 +49,7 @@ from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.select import ALIKE
-from lightning_mist.tuner.space import Space, divisors
+from lightning_mist.tuner.space import divisors
 from lightning_mist.units import format_bytes, format_seconds
 
 OURS = "this plan"
@@ -81,101 +81,77 @@ class Asked:
     search: SearchSpace
 
 
-Spaces = Callable[[Planner, Asked], Iterator[tuple[float, SearchSpace]]]
-"""Spaces that together are a baseline's, each with seconds that none of its plans goes below."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
     """The plans that a tool would choose among.
 
     Attributes:
-        spaces: Of them, or the one space, within the limits that hold for all.
+        limits: Of its search space, beside those that hold for all.
+        is_alike: Whether all stages of a plan have the same devices, arranged alike, whatever else differs.
         is_fused: Whether its tool runs fused kernels (TransformerEngine's); others run eager torch, as this runtime.
     """
 
     name: str
-    spaces: Spaces | SearchSpace
+    limits: Mapping[str, Any]
+    is_alike: bool = False
     is_fused: bool = False
 
-    @property
-    def offloads(self) -> bool:
-        """Whether what it is known for is to have state in host memory."""
-        return isinstance(self.spaces, SearchSpace) and bool(self.spaces.offload)
-
-    def within(self, planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
+    def within(self, planner: Planner, asked: Asked) -> Iterator[SearchSpace]:
         """Its spaces within the limits that hold for all; none where these leave it no degree, or no recomputation."""
-        if not isinstance(self.spaces, SearchSpace):
-            yield from self.spaces(planner, asked)
+        search = replace(asked.search, **self.limits)
+        every = planner.space(asked.global_batch_size, asked.search)
+        degrees = {degree for degree, _ in every.tensor}
+        if degrees.isdisjoint(search.tensor_parallel_degrees or degrees):
             return
-        own, every = self.spaces, planner.space(asked.global_batch_size, asked.search)
-        if own.checkpointed_shares is None or every.checkpointing:
-            within = replace(own, data_parallel_size=asked.search.data_parallel_size)
-            yield from ((0.0, search) for search in _arranged_alike(every, within))
+        if search.checkpointed_shares is not None and not every.checkpointing:
+            return
+        if not self.is_alike:
+            yield search
+            return
+        for devices in divisors(every.world_size):
+            for degree in sorted(degrees):
+                if devices % degree == 0:
+                    yield replace(
+                        search,
+                        devices_per_stage=(devices,),
+                        data_parallel_degrees=(devices // degree,),
+                        tensor_parallel_degrees=(degree,),
+                    )
 
 
-def _arranged_alike(every: Space, search: SearchSpace) -> Iterator[SearchSpace]:
-    """A search space for each arrangement of devices that all stages have."""
-    tensor = {degree for degree, _ in every.tensor}
-    for devices in divisors(every.world_size):
-        for degree in sorted(tensor & {*(search.tensor_parallel_degrees or tensor)}):
-            if devices % degree == 0:
-                yield replace(
-                    search,
-                    devices_per_stage=(devices,),
-                    data_parallel_degrees=(devices // degree,),
-                    tensor_parallel_degrees=(degree,),
-                )
-
-
-def _aceso(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
-    yield 0.0, replace(asked.search, zero_stages=(0,), sequence_parallel=False, offload=(), schedules=("1f1b",))
-
-
-def _mist(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
-    batch, wide = asked.global_batch_size, planner.space(asked.global_batch_size, asked.search)
-    powers = tuple(takewhile(lambda power: power <= batch, (2**exponent for exponent in count())))
-    published = replace(
-        asked.search,
-        num_microbatches=powers,
-        microbatch_sizes=(1, 2, 4),
-        zero_stages=(1, 2, 3),
-        sequence_parallel=False,
-        schedules=("1f1b",),
-    )
-    for search in _arranged_alike(wide, published):
-        space, bounds = planner.space(batch, search), []
-        ((data,), (tensor,)) = search.data_parallel_degrees or (), search.tensor_parallel_degrees or ()
-        for num_stages, num_microbatches in space.pipelines():
-            seconds = planner.model.region_seconds(space.rows(num_microbatches, data), tensor)
-            once = float((seconds.forward_R + seconds.backward_R).sum())
-            bounds.append((num_microbatches - 1) * once / num_stages + once)
-        if bounds:
-            yield min(bounds), search
-
-
-_GRID = SearchSpace(
-    equal_stages=True,
-    zero_stages=(0, 1),
-    context_parallel_degrees=(),
-    offload=(),
-    offload_ratios=(0.0, 1.0),
-    schedules=("1f1b", "interleaved-1f1b"),
-)
-_ALONE = replace(_GRID, num_stages=(1,), tensor_parallel_degrees=(1,))
+_GRID: Mapping[str, Any] = {
+    "equal_stages": True,
+    "zero_stages": (0, 1),
+    "offload": (),
+    "offload_ratios": (0.0, 1.0),
+    "schedules": ("1f1b", "interleaved-1f1b"),
+}
+_ALONE: Mapping[str, Any] = {**_GRID, "num_stages": (1,), "tensor_parallel_degrees": (1,)}
 """Equal stages, and one whose ranks all compute on other rows."""
 
+_APART: Mapping[str, Any] = {"sequence_parallel": False, "schedules": ("1f1b",)}
+"""Stages of their own."""
+
 RIVALS = (
-    Rival(name="DDP", spaces=replace(_ALONE, zero_stages=(0,), checkpointing=False, num_microbatches=(1,))),
-    Rival(name="DDP, tuned", spaces=replace(_ALONE, zero_stages=(0,))),
-    Rival(name="FSDP", spaces=replace(_ALONE, zero_stages=(2, 3))),
-    Rival(name="ZeRO-Offload", spaces=replace(_ALONE, zero_stages=(2, 3), offload=("optimizer", "gradients"))),
-    Rival(name="ZeRO-Infinity", spaces=replace(_ALONE, zero_stages=(3,), offload=OFFLOADED)),
-    Rival(name="Megatron-LM, nothing recomputed", spaces=replace(_GRID, checkpointing=False), is_fused=True),
-    Rival(name="Megatron-LM, all recomputed", spaces=replace(_GRID, checkpointed_shares=(1.0,)), is_fused=True),
-    Rival(name="Megatron-LM, tuned", spaces=_GRID, is_fused=True),
-    Rival(name="Aceso", spaces=_aceso),
-    Rival(name="Mist paper's space", spaces=_mist),
+    Rival(name="DDP", limits={**_ALONE, "zero_stages": (0,), "checkpointing": False, "num_microbatches": (1,)}),
+    Rival(name="DDP, tuned", limits={**_ALONE, "zero_stages": (0,)}),
+    Rival(name="FSDP", limits={**_ALONE, "zero_stages": (2, 3)}),
+    Rival(name="ZeRO-Offload", limits={**_ALONE, "zero_stages": (2, 3), "offload": ("optimizer", "gradients")}),
+    Rival(name="ZeRO-Infinity", limits={**_ALONE, "zero_stages": (3,), "offload": OFFLOADED}),
+    Rival(name="Megatron-LM, nothing recomputed", limits={**_GRID, "checkpointing": False}, is_fused=True),
+    Rival(name="Megatron-LM, all recomputed", limits={**_GRID, "checkpointed_shares": (1.0,)}, is_fused=True),
+    Rival(name="Megatron-LM, tuned", limits=_GRID, is_fused=True),
+    Rival(name="Aceso", limits={**_APART, "zero_stages": (0,), "offload": ()}),
+    Rival(
+        name="Mist paper's space",
+        limits={
+            **_APART,
+            "num_microbatches": tuple(2**exponent for exponent in range(30)),
+            "microbatch_sizes": (1, 2, 4),
+            "zero_stages": (1, 2, 3),
+        },
+        is_alike=True,
+    ),
 )
 """The baselines, in the order in which they are shown."""
 
@@ -294,9 +270,9 @@ def baselines(
 
 def _best(planner: Planner, asked: Asked, rival: Rival, refused: str) -> ComparedPlan:
     """The best plan of a baseline, with the kernels of its tool; ``refused`` says why nothing can be offloaded."""
-    if refused and rival.offloads:
+    if refused and rival.limits.get("offload"):
         return ComparedPlan(name=rival.name, plan=None, reason=refused)
-    if len(planner.cluster.parts) > 1 and rival.spaces is _mist:
+    if len(planner.cluster.parts) > 1 and rival.is_alike:
         return ComparedPlan(name=rival.name, plan=None, reason="not for unlike devices: all its stages have the same")
     fused = _fused(planner) if rival.is_fused else None
     found = _searched(fused or planner, asked, rival)
@@ -304,11 +280,9 @@ def _best(planner: Planner, asked: Asked, rival: Rival, refused: str) -> Compare
 
 
 def _searched(planner: Planner, asked: Asked, rival: Rival) -> ComparedPlan:
-    """The best plan of several spaces, of which those are searched that may have it while there is time."""
+    """The best plan of its spaces, which are searched while there is time."""
     began, best, is_late, shortages, is_asked = thread_time(), None, False, [], False
-    for bound, search in sorted(rival.within(planner, asked), key=lambda item: item[0]):
-        if best is not None and bound >= closed_form_of(best):
-            break
+    for search in rival.within(planner, asked):
         spent, most = thread_time() - began, asked.search.solver_seconds
         if is_asked and spent >= most:
             is_late = True
