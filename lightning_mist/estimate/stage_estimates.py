@@ -27,11 +27,9 @@ from lightning_mist.estimate.device_need import (
 from lightning_mist.estimate.estimate_data import OUTER_TERMS, PeakTensor, StageEstimate, need_of
 from lightning_mist.estimate.picture import MemoryTimeline, timeline_of
 from lightning_mist.estimate.replay import Alive, replay_group
-from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan, StageMethod, row_slice
-from lightning_mist.plan.changes import anywhere
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.units import format_bytes
 
@@ -131,8 +129,7 @@ class Estimator:
 
         Args:
             replay: Which groups of devices have their allocations replayed: all, one after the other until the one that
-                needs most is among them, or none. Of groups that are alike but for how many microbatches are in flight
-                it is then the first, which has most of them; the others need as much less as their terms say.
+                needs most is among them, or none.
 
         Raises:
             PlanError: If the plan does not fit the network or the machine.
@@ -148,18 +145,14 @@ class Estimator:
             )
             for group in range(plan.num_groups)
         ]
-        sums, like = list(groups), {} if replay == "all" else alike_groups(plan)
         left = set(range(plan.num_groups)) if replays else set()
         while left:
-            group = max(range(plan.num_groups), key=lambda group: need_of(groups[group]))
-            if group not in left and replay == "worst":
+            among = left if replay == "all" else range(plan.num_groups)
+            group = max(among, key=lambda group: need_of(groups[group]))
+            if group not in left:
                 break
-            group = like.get(group, group) if group in left else left.copy().pop()
             groups[group] = replace(self._replayed(plan, group), host_bytes=groups[group].host_bytes)
             left.remove(group)
-            for other in [index for index in left if like.get(index) == group]:
-                groups[other] = _as_much_less(groups[group], sums[group], sums[other])
-                left.remove(other)
         return tuple(replace(groups[plan.group_of(stage)], stage=stage) for stage in range(plan.num_stages))
 
     def timelines(self, plan: Plan) -> tuple[MemoryTimeline, ...]:
@@ -190,51 +183,6 @@ class Estimator:
         tensors, kinds = tensors_at_peak(replay.alive_at(replay.peak_event), group)
         found = _estimate(plan, group, self.cluster, limit, need, terms)
         return replace(found, phase=phase_in_words(replay.phase), tensors=tensors, kinds=kinds)
-
-
-def alike_groups(plan: Plan) -> dict[int, int]:
-    """For groups of devices between the first and the last the first that is alike; an earlier one has more in flight.
-
-    Alike are layers, how many are recomputed, and how they are shared out over how many devices. Under ZB-H1 later
-    groups keep more beyond what is in flight, so that none count as alike.
-    """
-    first: dict[tuple[object, ...], int] = {}
-    found: dict[int, int] = {}
-    for group in range(1, plan.num_groups - 1) if plan.schedule != "zb-h1" else ():
-        key = tuple(anywhere(plan.stages[index]) for index in plan.chunks(group))
-        found[group] = first.setdefault(key, group)
-    return found
-
-
-def _as_much_less(known: StageEstimate, summed: StageEstimate, other: StageEstimate) -> StageEstimate:
-    """The estimate of a group whose terms, summed, are less than those of one that was replayed.
-
-    Args:
-        known: What the replay said.
-        summed: The same by its terms.
-        other: The other group by its terms.
-    """
-    inner = {name: value - summed.term(name) for name, value in other.terms if name not in OUTER_TERMS}
-    less = -sum(inner.values())
-
-    def lower(interval: Interval) -> Interval:
-        return Interval(p50=interval.p50 - less, p95=interval.p95 - less)
-
-    return replace(
-        known,
-        stage=other.stage,
-        devices=other.devices,
-        phase=other.phase,
-        allocated=lower(known.allocated),
-        reserved=lower(known.reserved),
-        device_total=lower(known.device_total),
-        terms=tuple((name, value + inner.get(name, 0)) for name, value in known.terms),
-        tensors=(),
-        kinds=(),
-        limit=other.limit,
-        least=None if known.least is None else known.least - less,
-        host_bytes=other.host_bytes,
-    )
 
 
 def stage_device(cluster: AnyCluster, devices: Sequence[int], limit: int) -> tuple[Cluster, int]:

@@ -46,7 +46,7 @@ def test_only_the_stages_that_need_most_are_replayed_if_asked():
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_of_groups_alike_but_for_microbatches_in_flight_one_is_replayed(chunks):
+def test_of_groups_alike_but_for_microbatches_in_flight_those_that_need_less_are_not_replayed(chunks):
     cluster, network = parse_cluster("1x5xL4"), with_events(spec(20, parameter_bytes=40_000_000))
     schedule = "1f1b" if chunks == 1 else "interleaved-1f1b"
     plan = plan_of(
