@@ -20,7 +20,6 @@ from lightning_mist.explain.explanation import (
     TechniqueValue,
     Version,
     WhatIf,
-    closed_form_of,
     differences,
     kind_of,
 )
@@ -30,7 +29,6 @@ from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.plan.changes import TECHNIQUES, Ground, Technique, microbatch_counts, with_microbatches
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.search import COMPARED
 from lightning_mist.tuner.select import LEAST_SHARE, TuneResult
 from lightning_mist.units import format_seconds
 
@@ -57,7 +55,6 @@ class Asker:
     longest: float = 0.0
     other: tuple[Machine, Planner] | None = None
     found: list[Plan] = field(default_factory=list)
-    answers: list[tuple[SearchSpace, Version]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     unsearched: list[str] = field(default_factory=list)
 
@@ -94,14 +91,11 @@ class Asker:
 
     def best(self, what: str, search: SearchSpace) -> Version | None:
         """The best plan of a search space for the machine at hand; None if there is no time to search for it."""
-        known = self._known(search)
-        if known is not None or not self._has_time(what, self.longest):
-            return known
+        if not self._has_time(what, self.longest):
+            return None
         began = thread_time()
         found = self._ask(what, search, self.machine)
         self.longest = max(self.longest, thread_time() - began)
-        if found is not None:
-            self.answers.append((search, found))
         return found
 
     def best_on(self, machine: Machine) -> Version | None:
@@ -116,16 +110,6 @@ class Asker:
             return True
         self.unsearched.append(what)
         return False
-
-    def _known(self, search: SearchSpace) -> Version | None:
-        """The best plan of a space that is a part of one whose best plan is known and lies in that part."""
-        for asked, version in self.answers:
-            if replace(asked, zero_stages=search.zero_stages) != search or not version.proven:
-                continue
-            levels = set() if version.plan is None else {int(stage.zero_stage) for stage in version.plan.stages}
-            if set(search.zero_stages) <= set(asked.zero_stages) and levels <= set(search.zero_stages):
-                return version
-        return None
 
     def _ask(self, what: str, search: SearchSpace, machine: Machine) -> Version | None:
         left = self.deadline - thread_time()
@@ -200,8 +184,8 @@ def explain_plan(
         deadline=began + seconds,
         is_searching=seconds > 0,
         slowest=result.stats.seconds,
+        found=[result.plan, *(item.plan for item in result.alternatives)],
     )
-    _remember(asker, result)
     plan = result.plan
     findings = _findings(asker, plan)
     used = [technique for technique in TECHNIQUES if technique.use(plan)]
@@ -220,20 +204,6 @@ def explain_plan(
         more_seconds=len(asker.unsearched) * max(asker.longest, asker.slowest),
         seconds=thread_time() - began,
     )
-
-
-def _remember(asker: Asker, result: TuneResult) -> None:
-    """Keep the plans of a result, and what it says of plans with one stage."""
-    plans = [result.plan, *(item.plan for item in result.alternatives)]
-    asker.found += plans
-    alone = next((plan for plan in plans if plan.num_groups == 1), None)
-    had_time = result.is_proven and result.stats.seconds < asker.search.solver_seconds
-    if alone is None or asker.search.offload or not had_time:
-        return
-    # The search only guarantees the best plan of another number of stages where it takes little longer than the best.
-    if closed_form_of(alone) < COMPARED * result.bound:
-        search = replace(asker.search, num_stages=(1,), layer_cuts=None)
-        asker.answers.append((search, Version(plan=alone)))
 
 
 def _searched(

@@ -4,13 +4,12 @@ import pytest
 
 from lightning_mist.cost import predict, predict_with, stage_memory
 from lightning_mist.cost.interleaved_memory import plan_memory
-from lightning_mist.explain.explanation import Finding, TechniqueValue, Version, closed_form_of, kind_of
-from lightning_mist.explain.plan_explanation import Asker, _remember, explain_plan, main_reasons
+from lightning_mist.explain.explanation import Finding, TechniqueValue, Version, kind_of
+from lightning_mist.explain.plan_explanation import Asker, explain_plan, main_reasons
 from lightning_mist.explain.what_if import Machine
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan.changes import TECHNIQUES
 from lightning_mist.tuner import Planner, SearchSpace
-from lightning_mist.tuner.select.selection import Alternative
 from tests.explain.test_explain_text import STEP, explanation, plan, version
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
@@ -31,36 +30,12 @@ def sharded(level):
     return pipeline({"layers": 6, "data": 2, "zero": level}, rows=8)
 
 
-@pytest.mark.parametrize(
-    ("asked", "level", "wanted", "is_known"),
-    [
-        ((0, 1, 2), 1, (0, 1), True),
-        ((0, 1, 2), 2, (0, 1), False),  # it uses what is left out
-        ((0, 1), 1, (0, 1, 2), False),  # the larger space may have a better one
-        ((0, 1, 2), None, (0, 1), True),  # nothing fits in the larger space
-    ],
-)
-def test_a_part_of_a_space_is_not_searched_if_its_best_plan_is_known(asked, level, wanted, is_known):
+def test_the_best_of_a_space_is_what_a_search_of_it_finds():
     asking = asker()
-    known = Version(plan=None if level is None else sharded(level), reason="" if level else "nothing fits")
-    asking.answers.append((replace(SPACE, zero_stages=asked), known))
-    found = asking.best("a plan", replace(SPACE, zero_stages=wanted))
-    assert (found is known) is is_known
-
-
-def test_what_is_not_proven_is_searched_again():
-    asking = asker()
-    asking.answers.append((SPACE, Version(plan=sharded(0), proven=False)))
     found = asking.best("a plan", SPACE)
     assert found.proven
     again = asking.planner.tune(global_batch_size=16, memory_limit=10**9, search=SPACE)
     assert found.plan == again.plan
-    assert asking.best("a plan", SPACE) is found
-
-
-def test_other_spaces_are_searched():
-    asking = asker()
-    asking.answers.append((SPACE, Version(plan=sharded(0))))
     assert asking.best("a plan", replace(SPACE, num_stages=(2,))).plan.num_stages == 2
 
 
@@ -189,32 +164,6 @@ def test_a_faster_link_is_predicted_for_the_same_plan_and_searched_for():
     assert item.same_plan.plan.predicted == predict_with(other.model, replace(result.plan, predicted=None))
     again = other.tune(global_batch_size=16, memory_limit=TIGHT, search=SPACE)
     assert item.best.seconds == again.predicted.step_seconds
-
-
-def test_a_plan_of_one_stage_is_proven_best_only_where_the_search_proves_it():
-    planner, result, _ = explained(seconds=0)
-    alone = planner.tune(global_batch_size=16, search=replace(SPACE, num_stages=(1,))).plan
-    result = replace(result, alternatives=(Alternative(name="1 stage", plan=alone),))
-    assert (result.plan.num_stages, result.status) == (2, "optimal")
-
-    def known(search=SPACE, **changes):
-        asker = Asker(
-            planner=planner,
-            machine=None,
-            global_batch_size=16,
-            search=search,
-            deadline=0.0,
-            is_searching=True,
-            slowest=0.0,
-        )
-        _remember(asker, replace(result, **changes))
-        return [version.plan for _, version in asker.answers]
-
-    seconds = closed_form_of(alone)
-    assert known(bound=seconds / 1.2) == [alone]
-    assert known(bound=seconds / 1.3) == []
-    assert known(bound=seconds / 1.2, status="time limit") == []
-    assert known(bound=seconds / 1.2, search=replace(SPACE, offload=("optimizer",))) == []
 
 
 def test_without_time_only_what_needs_no_search_is_said():
