@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.accuracy.allocator_streams import StreamEvent, simulated
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, finish, free, malloc, use
-from lightning_mist.estimate.allocator.device_allocator import simulate_allocator
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 
 MIB = 2**20
 STREAMS = ("compute", "side")
@@ -25,26 +25,28 @@ SIZES = (100, 4_000, 70_000, MIB, 3 * MIB, 9 * MIB, 10 * MIB, 33 * MIB, 75 * MIB
 FIGURES = ("requested", "allocated", "active", "reserved")
 
 
-def random_events(seed: int, count: int, most_alive: int = 60) -> list[MemoryEvent]:
+def random_events(seed: int, count: int, most_alive: int = 60) -> list[StreamEvent]:
     """Requests of all size classes; some memory is used by the other stream, which has finished when it is freed."""
     draw = random.Random(seed)
-    events: list[MemoryEvent] = []
+    events: list[StreamEvent] = []
     alive: dict[int, str] = {}
     for name in range(count):
         while alive and (len(alive) > most_alive or draw.random() < 0.45):
             gone = draw.choice(list(alive))
             other = STREAMS[alive.pop(gone) == STREAMS[0]]
             if draw.random() < 0.2:
-                events += [use(gone, other), free(gone), finish(other)]
+                events.append(StreamEvent("use", gone, stream=other))
+                events += [StreamEvent("free", gone), StreamEvent("finish", stream=other)]
             else:
-                events.append(free(gone))
+                events.append(StreamEvent("free", gone))
         stream = draw.choices(STREAMS, (3, 1))[0]
-        events.append(malloc(name, max(1, int(draw.choice(SIZES) * draw.uniform(0.7, 1.3))), stream))
+        size = max(1, int(draw.choice(SIZES) * draw.uniform(0.7, 1.3)))
+        events.append(StreamEvent("malloc", name, size, stream))
         alive[name] = stream
     return events
 
 
-def play(events: Sequence[MemoryEvent], capacity: int | None) -> dict[str, int]:
+def play(events: Sequence[StreamEvent], capacity: int | None) -> dict[str, int]:
     """What torch's statistics say after the events on the current CUDA device."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -71,14 +73,6 @@ def play(events: Sequence[MemoryEvent], capacity: int | None) -> dict[str, int]:
     statistics: Mapping[str, int] = torch.cuda.memory_stats()
     found = {name: statistics[f"{name}_bytes.all.peak"] for name in FIGURES}
     return {**found, "flushes": statistics["num_alloc_retries"] - retries, "events": ran}
-
-
-def simulated(events: Sequence[MemoryEvent], settings: AllocatorSettings) -> dict[str, int]:
-    """What the simulation says, under the same names."""
-    result = simulate_allocator(events, settings)
-    found = {name: getattr(result.peak, name) for name in FIGURES}
-    ran = len(events) if result.out_of_memory is None else result.out_of_memory
-    return {**found, "flushes": result.flushes, "events": ran}
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.accuracy.allocator_streams import StreamAllocator
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
-from lightning_mist.estimate.allocator.device_allocator import CachingAllocator
 
 
 class OutOfDeviceMemoryError(RuntimeError):
@@ -40,7 +40,7 @@ class SimulatedDevice(TorchDispatchMode):
     def __init__(self, settings: AllocatorSettings | None = None, workspaces: int = 0) -> None:
         """Nothing is allocated."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.allocator = CachingAllocator(settings or AllocatorSettings())
+        self.allocator = StreamAllocator(settings or AllocatorSettings())
         self.stream = "compute"
         self.peak_allocated = self.peak_active = self.peak_reserved = 0
         self._workspaces, self._with_workspace = workspaces, set[str]()

@@ -8,21 +8,18 @@ from typing import Any, Literal, NamedTuple
 
 MIB = 1 << 20
 
-EventKind = Literal["malloc", "free", "use", "finish"]
+EventKind = Literal["malloc", "free"]
 
 
 class MemoryEvent(NamedTuple):
-    """One thing that a program asks of the allocator, or that the allocator learns of a stream.
+    """One thing that a program asks of the allocator.
 
-    A tuple, because a step has tens of thousands of them. Made by :func:`malloc`, :func:`free`, :func:`use` and
-    :func:`finish`.
+    A tuple, because a step has tens of thousands of them. Made by :func:`malloc` and :func:`free`.
 
     Attributes:
-        kind: ``"malloc"``, ``"free"``, ``"use"`` (another stream works on the memory, as by ``record_stream``) or
-            ``"finish"`` (all work issued so far on a stream is known to have ended).
-        identity: Which allocation; unique among the living. -1 for ``"finish"``.
-        nbytes: Bytes asked for; 0 but for ``"malloc"``.
-        stream: The stream that allocates, uses or has finished; empty for ``"free"``.
+        identity: Which allocation; unique among the living.
+        nbytes: Bytes asked for; 0 for ``"free"``.
+        stream: The stream that allocates; empty for ``"free"``.
     """
 
     kind: EventKind
@@ -39,20 +36,6 @@ def malloc(identity: int, nbytes: int, stream: str = "compute") -> MemoryEvent:
 def free(identity: int) -> MemoryEvent:
     """The last reference to an allocation is gone."""
     return MemoryEvent("free", identity)
-
-
-def use(identity: int, stream: str) -> MemoryEvent:
-    """``stream`` works on an allocation of another one, which says so by ``record_stream``.
-
-    After :func:`free` the memory serves others only once a later :func:`finish` says that ``stream`` has ended what it
-    had been given by then.
-    """
-    return MemoryEvent("use", identity, 0, stream)
-
-
-def finish(stream: str) -> MemoryEvent:
-    """Everything issued on ``stream`` so far has ended on the device."""
-    return MemoryEvent("finish", -1, 0, stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +99,11 @@ class AllocatorBytes:
     Attributes:
         requested: What living tensors asked for.
         allocated: The same in whole blocks (``torch.cuda.memory_allocated``).
-        active: ``allocated`` and what was freed while another stream still uses it.
         reserved: What was taken from the device (``torch.cuda.memory_reserved``).
     """
 
     requested: int
     allocated: int
-    active: int
     reserved: int
 
 
@@ -226,7 +207,6 @@ class Block:
         address: Of its first byte; unique over all segments.
         requested: What the tensor in it asked for.
         is_mapped: False for the part of an expandable segment that has no memory.
-        streams: Other streams that use it; None for none.
         since: Number of searches when it became free.
     """
 
@@ -238,7 +218,6 @@ class Block:
     after: "Block | None" = None
     is_free: bool = False
     is_mapped: bool = True
-    streams: set[str] | None = None
     since: int = 0
 
     @property

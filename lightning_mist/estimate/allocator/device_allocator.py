@@ -1,7 +1,7 @@
 """One device's caching allocator: what it does with a request, step by step as torch's.
 
 After ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.1 to 2.13, without private pools
-(CUDA graphs).
+(CUDA graphs), and without memory that several streams use: what is replayed here is used on the stream that allocates.
 """
 
 from bisect import insort
@@ -37,20 +37,18 @@ class CachingAllocator:
     """Blocks by identity, pools by stream, and what is held.
 
     Attributes:
-        requested: See :class:`AllocatorBytes`; so ``allocated``, ``active`` and ``reserved``.
+        requested: See :class:`AllocatorBytes`; so ``allocated`` and ``reserved``.
     """
 
     def __init__(self, settings: AllocatorSettings) -> None:
-        self.requested = self.allocated = self.active = self.reserved = 0
+        self.requested = self.allocated = self.reserved = 0
         self.peak_reserved = 0
         self.flushes = 0
         self._settings = settings
         self._pools: tuple[dict[str, Pool], dict[str, Pool]] = ({}, {})
         self._living: dict[int, Block | None] = {}
-        self._waiting: list[Block] = []
         self._next_address = 0
         self._searches: tuple[list[int], list[int]] = ([0], [0])
-        self._has_finished = False
         self._least_rest = (
             _LARGE_REST_BYTES if not settings.expandable_segments else _SMALL_REST_BYTES,
             _SMALL_REST_BYTES,
@@ -67,8 +65,6 @@ class CachingAllocator:
         if not nbytes:
             self._living[identity] = None
             return True
-        if self._has_finished:
-            self._recover_finished()
         size = (nbytes + BLOCK_BYTES - 1) & -BLOCK_BYTES if self._rounded is None else self._rounded(nbytes)
         is_small = size <= SMALL_BYTES
         pool = self._pools[is_small].get(stream)
@@ -83,45 +79,21 @@ class CachingAllocator:
         self._living[identity] = block
         self.requested += nbytes
         self.allocated += block.size
-        self.active += block.size
         return True
 
     def free(self, identity: int) -> None:
-        """Take an allocation back; its memory waits for streams that still use it."""
+        """Take an allocation back."""
         block = self._block(identity)
         del self._living[identity]
-        if block is None:
-            return
-        self.allocated -= block.size
-        if block.streams:
-            self._waiting.append(block)
-        else:
+        if block is not None:
             self._recover(block)
-
-    def use(self, identity: int, stream: str) -> None:
-        """Another stream works on an allocation."""
-        block = self._block(identity)
-        if block is not None and stream != block.pool.stream:
-            block.streams = (block.streams or set()) | {stream}
-
-    def finish(self, stream: str) -> None:
-        """A stream has finished what it had been given; the memory returns to its pool at the next request."""
-        for block in self._waiting:
-            if block.streams is not None:
-                block.streams.discard(stream)
-                self._has_finished |= not block.streams
 
     def held(self) -> AllocatorBytes:
         """What is held now."""
-        return AllocatorBytes(
-            requested=self.requested, allocated=self.allocated, active=self.active, reserved=self.reserved
-        )
+        return AllocatorBytes(requested=self.requested, allocated=self.allocated, reserved=self.reserved)
 
     def flush(self) -> None:
-        """Wait for all streams and give everything back that is free in whole segments or pages."""
-        for block in self._waiting:
-            block.streams = None
-        self._recover_finished()
+        """Give everything back that is free in whole segments or pages."""
         for pools in self._pools:  # large blocks first
             for pool in pools.values():
                 for block in pool.blocks():
@@ -236,18 +208,10 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
-    def _recover_finished(self) -> None:
-        self._has_finished = False
-        finished = [block for block in self._waiting if not block.streams]
-        self._waiting = [block for block in self._waiting if block.streams]
-        for block in finished:
-            self._recover(block)
-
     def _recover(self, block: Block) -> None:
         """Put a block that nobody uses any more back into its pool."""
-        self.active -= block.size
+        self.allocated -= block.size
         self.requested -= block.requested
-        block.streams = None
         block.pool.free(block)
 
     def _give_back(self, block: Block) -> None:
@@ -313,23 +277,18 @@ def simulate_allocator(events: Sequence[MemoryEvent], settings: AllocatorSetting
     """
     device = CachingAllocator(settings or AllocatorSettings())
     failed = None
-    requested = allocated = active = 0
+    requested = allocated = 0
     for index, (kind, identity, nbytes, stream) in enumerate(events):
-        if kind == "malloc":
-            if not device.malloc(identity, nbytes, stream):
-                failed = index
-                break
-            active = max(active, device.active)
-            requested = max(requested, device.requested)
-            allocated = max(allocated, device.allocated)
-        elif kind == "free":
+        if kind == "free":
             device.free(identity)
-        elif kind == "use":
-            device.use(identity, stream)
-        else:
-            device.finish(stream)
+            continue
+        if not device.malloc(identity, nbytes, stream):
+            failed = index
+            break
+        requested = max(requested, device.requested)
+        allocated = max(allocated, device.allocated)
     return AllocatorResult(
-        peak=AllocatorBytes(requested=requested, allocated=allocated, active=active, reserved=device.peak_reserved),
+        peak=AllocatorBytes(requested=requested, allocated=allocated, reserved=device.peak_reserved),
         final=device.held(),
         flushes=device.flushes,
         out_of_memory=failed,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.accuracy.allocator_on_cuda import MIB, STREAMS, main, random_events, simulated
+from benchmarks.accuracy.allocator_on_cuda import MIB, STREAMS, main, random_events
+from benchmarks.accuracy.allocator_streams import simulated
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 
 

@@ -4,10 +4,8 @@ from lightning_mist.estimate.allocator.allocator_data import (
     MIB,
     AllocatorSettings,
     MemoryEvent,
-    finish,
     free,
     malloc,
-    use,
 )
 
 
@@ -15,8 +13,6 @@ def test_events_say_what_is_asked_for() -> None:
     assert malloc(3, 512) == MemoryEvent(kind="malloc", identity=3, nbytes=512, stream="compute")
     assert malloc(3, 512, "gather").stream == "gather"
     assert free(3) == MemoryEvent(kind="free", identity=3)
-    assert use(3, "gather") == MemoryEvent(kind="use", identity=3, stream="gather")
-    assert finish("gather") == MemoryEvent(kind="finish", identity=-1, stream="gather")
 
 
 def test_settings_that_the_allocator_takes() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, finish, free, malloc, use
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, free, malloc
 from lightning_mist.estimate.allocator.device_allocator import least_capacity, simulate_allocator
 from tests.cost.allocator_traces import KIB, MIB, reserved, traces
 from tests.tiers import examples
@@ -49,25 +49,11 @@ def test_streams_do_not_share_what_is_free() -> None:
     assert result.peak.allocated == 30 * MIB
 
 
-def test_memory_that_another_stream_uses_waits_for_it() -> None:
-    used = [malloc(0, 30 * MIB), use(0, "gather"), free(0)]
-    result = simulate_allocator([*used, malloc(1, 30 * MIB)])
-    assert (result.peak.allocated, result.peak.active, result.peak.reserved) == (30 * MIB, 60 * MIB, 60 * MIB)
-    result = simulate_allocator([*used, finish("other"), malloc(1, 30 * MIB)])
-    assert result.peak.reserved == 60 * MIB
-    result = simulate_allocator([*used, finish("gather"), malloc(1, 30 * MIB)])
-    assert result.peak.active == result.peak.reserved == 30 * MIB
-    # Its own stream is no other one.
-    assert reserved(malloc(0, 30 * MIB), use(0, "compute"), free(0), malloc(1, 30 * MIB)) == 30 * MIB
-
-
-def test_at_capacity_free_segments_are_given_back_and_waiting_memory_waited_for() -> None:
+def test_at_capacity_free_segments_are_given_back() -> None:
     events = [malloc(0, 30 * MIB), free(0), malloc(1, 40 * MIB)]
     result = simulate_allocator(events, AllocatorSettings(capacity_bytes=64 * MIB))
     assert (result.peak.reserved, result.flushes, result.out_of_memory) == (40 * MIB, 1, None)
     assert reserved(*events, capacity_bytes=70 * MIB) == 70 * MIB
-    waiting = [malloc(0, 30 * MIB), use(0, "gather"), free(0), malloc(1, 40 * MIB)]
-    assert reserved(*waiting, capacity_bytes=64 * MIB) == 40 * MIB
 
 
 def test_a_segment_with_a_living_block_is_not_given_back() -> None:
