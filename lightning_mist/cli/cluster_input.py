@@ -30,52 +30,31 @@ def is_local(text: str) -> bool:
     return text.partition(":")[0] == _LOCAL
 
 
-def is_measured(text: str) -> bool:
-    """Whether a text names a file that ``lightning-mist profile`` wrote."""
-    return text.lower().endswith(".json")
-
-
-def open_cluster(text: str) -> "AnyCluster":
-    """The cluster that a text describes, or this machine."""
+def open_cluster(text: str) -> "tuple[AnyCluster, HardwareProfile | None]":
+    """The cluster that a text describes, or this machine; and what a file says was measured of it."""
     from lightning_mist.hardware import parse_cluster, read_machine
 
-    if is_measured(text):
-        return read_machine(Path(text))[0]
+    if text.lower().endswith(".json"):
+        return read_machine(Path(text))
     if not is_local(text):
-        return parse_cluster(text)
+        return parse_cluster(text), None
     count = text.partition(":")[2]
     if text != _LOCAL and not (count.isdecimal() and int(count) > 0):
         raise ValueError(f"cluster {text!r}: write local, or local: and a number of processes, for example local:2")
-    return local_cluster("auto", int(count) if count else None, f"cluster {text!r}")
+    return local_cluster("auto", int(count) if count else None, f"cluster {text!r}"), None
 
 
-def open_profile(text: str, cluster: "AnyCluster", precision: str) -> "HardwareProfile | None":
-    """What was measured of the machine that a text names: in a file, or of this one; None if it is only described."""
-    if is_measured(text):
-        from lightning_mist.hardware import read_machine
-
-        return read_machine(Path(text))[1]
-    if not is_local(text):
-        return None
-    from lightning_mist.hardware import single
-
-    return measure_local(single(cluster, "measuring"), precision).profile
-
-
-def check_rates(text: str, cluster: "AnyCluster", precision: str) -> None:
+def check_rates(cluster: "AnyCluster", measured: "HardwareProfile | None", precision: str) -> None:
     """Refuse a precision in which a described device has no rate, before the network is looked at: that takes time.
 
     Raises:
-        ProfileError: If the catalog, or the file of what was measured, has no rate for it.
+        ProfileError: If what was measured, or else the catalog, has no rate for it.
     """
     from lightning_mist.cost.time import compute_dtype, compute_rate
-    from lightning_mist.hardware import catalog_profile, read_machine
+    from lightning_mist.hardware import catalog_profile
     from lightning_mist.model.presets import check_precision
 
     check_precision(precision)
-    if is_local(text):  # to be measured in this precision
-        return
-    measured = read_machine(Path(text))[1] if is_measured(text) else None
     for part in cluster.parts:
         compute_rate(measured or catalog_profile(part), compute_dtype(precision), 1.0)
 

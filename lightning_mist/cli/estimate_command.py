@@ -105,7 +105,7 @@ def estimate(*, network: NetworkOptions, request: EstimateRequest, degrees: Degr
     sweep = request.sweep
     _check_picture(request.picture, sweep)
     given = _given(request.plan, asdict(degrees), sweep)
-    machine = open_cluster(request.cluster)
+    machine, _ = open_cluster(request.cluster)
     if given is None:
         machine = single(machine, "an estimate without --plan")
     roomiest = max(machine.parts, key=lambda part: part.device.memory_bytes)

@@ -12,8 +12,8 @@ from lightning_mist.cli.cluster_input import (
     devices_of,
     in_stack,
     is_local,
+    measure_local,
     open_cluster,
-    open_profile,
     precision_of,
 )
 from lightning_mist.cli.html_output import (
@@ -120,7 +120,7 @@ def _search(asked_for: NetworkOptions, request: PlanCommandRequest, options: Sea
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units
     from lightning_mist.explain import baselines, compare_plans, plan_that_fits
-    from lightning_mist.hardware import with_host_memory
+    from lightning_mist.hardware import single, with_host_memory
     from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner, unshared
     from lightning_mist.tuner.space import check_memory_limit
@@ -129,7 +129,7 @@ def _search(asked_for: NetworkOptions, request: PlanCommandRequest, options: Sea
         None if text is None else parse_bytes(text) for text in (request.memory_limit, request.host_memory_limit)
     )
     search, restricted = options, tuple[str, ...]()
-    machine = open_cluster(request.cluster)
+    machine, measured = open_cluster(request.cluster)
     machine = with_host_memory(machine, host_limit)
     precision = precision_of(machine, asked_for.precision, master_weights=asked_for.master_weights)
     if is_local(request.cluster):
@@ -137,7 +137,8 @@ def _search(asked_for: NetworkOptions, request: PlanCommandRequest, options: Sea
         kinds, restricted = executed_offload(search.offload, machine.kind, has_files=False)
         search = replace(search, offload=kinds)
     check_memory_limit(machine, limit)
-    check_rates(request.cluster, machine, precision.name)
+    if not is_local(request.cluster):  # else it is measured in this precision
+        check_rates(machine, measured, precision.name)
     if request.global_batch_size < 1:
         raise ValueError(
             f"global_batch_size = {request.global_batch_size}: at least one row is needed; give a batch's rows"
@@ -146,7 +147,9 @@ def _search(asked_for: NetworkOptions, request: PlanCommandRequest, options: Sea
     contexts, degrees = search.context_parallel_degrees, _degrees(search, machine)
     network = asked_for.on(machine, precision, rows=rows, degrees=degrees, contexts=contexts)
     spec = describe_network(network)
-    profile = in_stack(open_profile(request.cluster, machine, precision.name), machine, request.stack)
+    if is_local(request.cluster):
+        measured = measure_local(single(machine, "measuring"), precision.name).profile
+    profile = in_stack(measured, machine, request.stack)
     planner = Planner(spec, machine, profile=profile)
     limits: dict[str, Any] = {"memory_limit": limit, "host_memory_limit": host_limit, "search": search}
     asked = {"global_batch_size": request.global_batch_size, **limits}

@@ -6,9 +6,9 @@ import torch
 from lightning_mist.cli.cluster_input import (
     devices_of,
     in_stack,
+    measure_local,
     oldest_capability,
     open_cluster,
-    open_profile,
     precision_notes,
 )
 from lightning_mist.errors import PlanError, ProfileError
@@ -24,8 +24,8 @@ def test_plan_for_this_machine_uses_what_was_measured_of_it(tmp_path, monkeypatc
     cluster = detect(1, 1, "cpu")
     kept = replace(catalog_profile(cluster), source="kept from earlier")
     save_profile(kept, default_directory(), cluster)
-    assert open_cluster("local") == cluster
-    assert open_profile("local", cluster, "32-true") == kept
+    assert open_cluster("local") == (cluster, None)
+    assert measure_local(cluster, "32-true").profile == kept
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):
@@ -40,26 +40,25 @@ def test_a_measured_machine_comes_from_its_file(tmp_path):
     profile = replace(catalog_profile(cluster), source="measured elsewhere")
     path = tmp_path / "profile.json"
     write_profile(profile, path, cluster=cluster)
-    assert open_cluster(str(path)) == cluster
-    assert open_profile(str(path), cluster, "32-true") == profile
+    assert open_cluster(str(path)) == (cluster, profile)
 
 
 def test_of_a_described_machine_nothing_was_measured():
-    assert open_profile("2xL4", open_cluster("2xL4"), "32-true") is None
+    assert open_cluster("2xL4") == (parse_cluster("2xL4"), None)
 
 
 def test_unlike_devices_are_named_by_stage():
-    mixed = open_cluster("1xA100-40+1xL4")
+    mixed = parse_cluster("1xA100-40+1xL4")
     plan = plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2)
     names = ("A100-40", "L4")
     assert devices_of(plan, mixed) == tuple(names[stage.devices[0]] for stage in plan.stages)
     assert devices_of(plan_of(4, world_size=2, global_batch_size=8), mixed) == ("A100-40 and L4",)
-    assert devices_of(plan, open_cluster("2xL4")) == ()
+    assert devices_of(plan, parse_cluster("2xL4")) == ()
 
 
 def test_kernels_are_those_that_all_devices_can_run():
-    assert oldest_capability(open_cluster("2xA100-40+2xL4+1xV100-32")) == (7, 0)
-    assert oldest_capability(open_cluster("2xA100-40+2xSomething:8GiB")) is None
+    assert oldest_capability(parse_cluster("2xA100-40+2xL4+1xV100-32")) == (7, 0)
+    assert oldest_capability(parse_cluster("2xA100-40+2xSomething:8GiB")) is None
 
 
 @pytest.mark.parametrize(
@@ -74,14 +73,14 @@ def test_kernels_are_those_that_all_devices_can_run():
     ],
 )
 def test_single_precision_says_what_another_would_do(cluster, said):
-    machine = open_cluster(cluster)
+    machine = parse_cluster(cluster)
     (note,) = precision_notes(machine, "32-true")
     assert said in note
     assert not precision_notes(machine, "bf16-mixed")
 
 
 def test_nothing_is_said_of_precision_where_no_data_sheet_is_known():
-    assert not precision_notes(open_cluster("2xcpu:8GiB"), "32-true")
+    assert not precision_notes(parse_cluster("2xcpu:8GiB"), "32-true")
 
 
 def test_a_described_machine_has_the_kernels_that_are_asked_for() -> None:

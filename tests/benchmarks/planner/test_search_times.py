@@ -62,7 +62,7 @@ def test_cases_ask_for_whole_batches() -> None:
 )
 def test_cases_are_known_in_all_of_their_precisions(case: Case) -> None:
     for precision in map(PRECISIONS.__getitem__, case.precisions):
-        check_rates(case.cluster, parse_cluster(case.cluster), precision.name)
+        check_rates(parse_cluster(case.cluster), None, precision.name)
         found = spec_of(
             PRESETS[case.model],
             case.model,
