@@ -25,8 +25,7 @@ from lightning_mist.hardware.catalog import (
 )
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.mesh import process_groups
-from lightning_mist.plan.messages import MESSAGE_CHANNELS, message_pairs
+from lightning_mist.plan.mesh import MESSAGE_CHANNELS, message_pairs, process_groups
 
 
 class Communicator(NamedTuple):

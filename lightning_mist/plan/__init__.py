@@ -12,9 +12,11 @@ from lightning_mist.plan.plan import (
     ScheduleName,
     StageMethod,
     StagePlan,
+    StepRates,
     StepWork,
     Transfers,
     UpdateAfter,
+    step_rates,
 )
 from lightning_mist.plan.plan_tables import describe_changes, render, split_notes
 from lightning_mist.plan.rows import (
@@ -40,4 +42,3 @@ from lightning_mist.plan.stage_settings import (
     ZeroStage,
 )
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
-from lightning_mist.plan.throughput import StepRates, step_rates

@@ -9,9 +9,8 @@ from rich.table import Column, Table
 from lightning_mist.console import TextConsole
 from lightning_mist.plan.mesh import held_parameters
 from lightning_mist.plan.module_map import ModuleMap
-from lightning_mist.plan.plan import Plan, StagePlan
+from lightning_mist.plan.plan import Plan, StagePlan, StepRates, step_rates
 from lightning_mist.plan.plan_text import hybrid, ranges_of
-from lightning_mist.plan.throughput import StepRates, step_rates
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
 _HEADINGS = {

@@ -5,7 +5,7 @@ from lightning_mist.estimate.allocator.device_allocator import simulate_allocato
 from lightning_mist.estimate.device_need import Communicator, allocator_capacity, device_overheads, workspaces
 from lightning_mist.hardware import Cluster, Device
 from lightning_mist.hardware.catalog.memory_overheads import NOTHING, communicator_overhead, context_overhead
-from lightning_mist.plan.messages import MESSAGE_CHANNELS
+from lightning_mist.plan.mesh import MESSAGE_CHANNELS
 
 MIB = 2**20
 

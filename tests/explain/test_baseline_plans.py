@@ -20,7 +20,7 @@ from lightning_mist.plan import (
     ZeroStage,
     row_slice,
 )
-from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.plan.grid import rank_layout
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.infeasible import UndecidedError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_mist.plan import Plan, row_slice
-from lightning_mist.plan.messages import message_pairs
+from lightning_mist.plan.mesh import message_pairs
 from lightning_mist.runtime.parameters.optimizer_cut import global_grad_norm
 from lightning_mist.runtime.process_state import get_random_state
 from lightning_mist.strategy.training.batch_exchange import BatchExchange

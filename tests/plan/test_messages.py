@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import replica_of, row_slice
-from lightning_mist.plan.messages import message_pairs, overlaps
+from lightning_mist.plan.mesh import message_pairs, overlaps
 from tests.integration.parity import make_plan
 from tests.plan.test_mesh import make_plan as of_degrees
 from tests.plans import plans

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import replica_ranks
-from lightning_mist.plan.rank_order import longest_chain, rank_layout, rank_layouts
+from lightning_mist.plan.grid import longest_chain, rank_layout, rank_layouts
 from tests.plans import plan_of
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 
-from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.plan.grid import rank_layout
 from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, EVERY_PART, FRONT
 from lightning_mist.tuner.space import ANYWHERE
 from tests.plans import plan_of

@@ -8,7 +8,7 @@ from lightning_mist.cost import prediction as breakdown
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, from_json, row_slice, to_json
-from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.plan.grid import rank_layout
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 from lightning_mist.tuner.space.applied_space import apply

@@ -4,7 +4,7 @@ Devices are numbered node by node, in a cluster of unlike devices part by part. 
 is the only one. What crosses a boundary is worked out device by device: a device has an interval of
 the rows of a microbatch and one of their sequence, of which context-parallel devices have parts, and sequence-parallel
 ones parts of these. It receives what its own intervals share with those of the stage before. Tensor-parallel devices
-that have the same each send to some of those that ask (:class:`lightning_mist.plan.messages.Side`).
+that have the same each send to some of those that ask (:class:`lightning_mist.plan.mesh.Side`).
 """
 
 from collections import Counter

@@ -8,8 +8,16 @@ from functools import cached_property
 from lightning_mist.cost.memory import ALIGNMENT_BYTES, LEAST_BYTES
 from lightning_mist.model.spec import ModelSpec, bytes_at
 from lightning_mist.plan import Plan, ZeroStage, loader_of, row_slice
-from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, needs_spreading, tied_groups
-from lightning_mist.plan.messages import overlaps, side_of
+from lightning_mist.plan.mesh import (
+    HeldParameter,
+    Mesh,
+    itemsize,
+    make_mesh,
+    needs_spreading,
+    overlaps,
+    side_of,
+    tied_groups,
+)
 from lightning_mist.plan.sharding import deal_buckets
 from lightning_mist.plan.tensor_split import stripes_of
 from lightning_mist.schedule.flats import Flat, stage_flats

@@ -18,8 +18,7 @@ from torch import Tensor
 from lightning_mist.attributes import replaced
 from lightning_mist.errors import PlanError, ScheduleError, TraceError
 from lightning_mist.plan import LiveTensor, row_slice
-from lightning_mist.plan.mesh import Mesh
-from lightning_mist.plan.messages import MESSAGE_CHANNELS, Overlap, Side, overlaps, side_of
+from lightning_mist.plan.mesh import MESSAGE_CHANNELS, Mesh, Overlap, Side, overlaps, side_of
 from lightning_mist.tensor_parallel.collectives import Reduction
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mist.attributes import items_replaced
 from lightning_mist.plan import CheckpointingKind, LiveTensor, ModuleMap, TensorSplit
-from lightning_mist.plan.messages import Side
+from lightning_mist.plan.mesh import Side
 from lightning_mist.recomputation import OwnFunction, Within, neutral_checkpointing, selective_contexts
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.parameters import no_kept_casts

@@ -19,8 +19,7 @@ from lightning_mist.devices import Homeward, ops_of
 from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization import InitialValues, empty_out
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.mesh import names_with_values, process_groups, talking_groups
-from lightning_mist.plan.messages import message_pairs
+from lightning_mist.plan.mesh import message_pairs, names_with_values, process_groups, talking_groups
 from lightning_mist.runtime.communication import DistributedTransport, Microbatch, Transport, complete
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.executor import Executor

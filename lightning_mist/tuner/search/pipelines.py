@@ -23,7 +23,7 @@ from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
-from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.plan.grid import rank_layout
 from lightning_mist.tuner.bounds import PartBounds, PipelineBounds, quick_bounds
 from lightning_mist.tuner.candidates import EVERY_PART, IntraStage, SlotChoices
 from lightning_mist.tuner.inter_stage import (
@@ -257,7 +257,7 @@ def space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:
 def layout_of(
     cluster: AnyCluster, degrees: Sequence[tuple[int, int]], parts: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Global ranks of every stage; see :func:`~lightning_mist.plan.rank_order.rank_layout`, by part.
+    """Global ranks of every stage; see :func:`~lightning_mist.plan.grid.rank_layout`, by part.
 
     Args:
         degrees: Data- and tensor-parallel degree of every stage.

@@ -31,7 +31,7 @@ from lightning_mist.plan import (
     StagePlan,
     ZeroStage,
 )
-from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.plan.grid import rank_layout
 from lightning_mist.tuner.bounds import least_correction
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.options import OPTIONS

@@ -17,7 +17,7 @@ import numpy as np
 from lightning_mist.cost import CostModel, least_seconds, predictions, seconds_with
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, Predicted, StagePlan, ZeroStage
-from lightning_mist.plan.rank_order import rank_layout, rank_layouts
+from lightning_mist.plan.grid import rank_layout, rank_layouts
 from lightning_mist.tuner.inter_stage import PRECISION, InterStageProblem
 from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.search import Outcome, Stages, layout_of

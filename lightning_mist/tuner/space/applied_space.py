@@ -40,7 +40,7 @@ from lightning_mist.plan import (
     StageMethod,
     StagePlan,
 )
-from lightning_mist.plan.rank_order import longest_chain
+from lightning_mist.plan.grid import longest_chain
 from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
 from lightning_mist.tuner.options import OPTIONS
 

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_mist.cost.inputs.placement import placements_of
 from lightning_mist.plan import LiveTensor
-from lightning_mist.plan.messages import overlaps, side_of
-from lightning_mist.plan.rank_order import rank_layout, rank_layouts
+from lightning_mist.plan.grid import rank_layout, rank_layouts
+from lightning_mist.plan.mesh import overlaps, side_of
 from tests.plans import plan_of
 
 LIVE = LiveTensor(key="x", shape=(1, 24), dtype="float32", batch_dim=0, requires_grad=True, sequence_dim=1)

@@ -1,8 +1,7 @@
 import dataclasses
 
 from lightning_mist.plan import LiveTensor
-from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.plan.messages import Side
+from lightning_mist.plan.mesh import Side, make_mesh
 from lightning_mist.runtime.communication.transport import Microbatch, Neighbours
 from tests.integration.parity import make_plan
 from tests.plan.test_mesh import make_map

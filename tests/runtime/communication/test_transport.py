@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import PlanError, ScheduleError, TraceError
-from lightning_mist.plan.messages import Overlap, Side
+from lightning_mist.plan.mesh import Overlap, Side
 from lightning_mist.runtime.communication.transport import Crossing, DistributedTransport, GraphEnd, complete, span
 
 GROUPS = [(0, 1, 2), (0, 2), (1, 2)]

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.plan.grid import rank_layout
 from lightning_mist.tuner import tune
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.options import OPTIONS

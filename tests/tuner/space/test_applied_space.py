@@ -6,7 +6,7 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, StageMesh, StagePlan, row_slice
-from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.plan.grid import rank_layout
 from lightning_mist.tuner import SearchSpace, degrees_to_try
 from lightning_mist.tuner.space.applied_space import Shape, apply, divisors
 from tests.specs import spec, with_splits
