@@ -1,8 +1,7 @@
 """The best pipeline of frontiers: exact dynamic program, flow program, HiGHS."""
 
-from lightning_mist.tuner.inter_stage.arcs import matching
 from lightning_mist.tuner.inter_stage.exact_solver import least_peak, solve, solve_each, solve_family
-from lightning_mist.tuner.inter_stage.flow_program import check
+from lightning_mist.tuner.inter_stage.flow_program import check, matching
 from lightning_mist.tuner.inter_stage.problem import (
     PRECISION,
     Answer,

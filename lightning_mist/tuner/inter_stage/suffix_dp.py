@@ -19,7 +19,7 @@ All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack,
 by more, nor may a suffix hold more layers than its devices can.
 
 Array axes
-    K  options (see :mod:`lightning_mist.tuner.inter_stage.slot_options`), or choices of a first or last stage
+    K  options (see :mod:`lightning_mist.tuner.inter_stage.problem`), or choices of a first or last stage
     J  states that can be part of an answer; in a table of sums one more, which is never reached
     L  layers
     N  numbers of units of devices
@@ -36,8 +36,7 @@ import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, distinct
 from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, FRONT
-from lightning_mist.tuner.inter_stage.problem import Family
-from lightning_mist.tuner.inter_stage.slot_options import EndOptions, SlotOptions, end_options, slot_options
+from lightning_mist.tuner.inter_stage.problem import EndOptions, Family, SlotOptions, end_options, slot_options
 from lightning_mist.tuner.space import common_unit
 
 

@@ -6,6 +6,7 @@ from lightning_mist.tuner.select.equal_stages import (
 )
 from lightning_mist.tuner.select.schedule_variants import clocked
 from lightning_mist.tuner.select.selection import (
+    ALIKE,
     CLOSED_FORM_AND_CLOCK,
     LEAST_SHARE,
     Alternative,
@@ -16,4 +17,3 @@ from lightning_mist.tuner.select.selection import (
     make_plan,
     status_of,
 )
-from lightning_mist.tuner.select.simplest_plan import ALIKE

@@ -4,27 +4,26 @@ All pipelines near the best by the closed form (:mod:`lightning_mist.tuner.searc
 and the fastest there is the best. Other schedules are tried on them
 (:mod:`lightning_mist.tuner.select.schedule_variants`), interleaved 1F1B also on equal stages
 (:mod:`lightning_mist.tuner.select.equal_stages`). Where one of them gains, it does without savings that nothing is lost
-by. Where none does, the simplest of the plans is taken that cannot be told apart from the fastest
-(:mod:`lightning_mist.tuner.select.simplest_plan`).
+by. Where none does, the simplest of the plans is taken that cannot be told apart from the fastest (:data:`Simplicity`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, least_seconds, predictions, seconds_with
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, Predicted, StagePlan, ZeroStage
+from lightning_mist.plan.changes import OFFLOADS, ZERO, anywhere, burdens
 from lightning_mist.plan.grid import rank_layout, rank_layouts
+from lightning_mist.plan.plan_tables import counted
 from lightning_mist.tuner.inter_stage import PRECISION, InterStageProblem
 from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.search import Outcome, Stages, layout_of
-from lightning_mist.tuner.select import simplest_plan as simplest
 from lightning_mist.tuner.select.equal_stages import even_chunks
 from lightning_mist.tuner.select.schedule_variants import PlanRoom, best_variant, clocked, refuse_without_variant
-from lightning_mist.tuner.select.simplest_plan import drop_savings, why_simpler
 from lightning_mist.tuner.space import Space
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -97,8 +96,8 @@ class TuneResult:
             faster by the closed form of the cost model than the best that was found, of the plans that were run on the
             clock (all near the best by the closed form, :mod:`lightning_mist.tuner.search.search_loop`) none is faster
             there than the chosen one, or by so little that they cannot be told apart, and is not as simple
-            (:mod:`lightning_mist.tuner.select.simplest_plan`); and no other schedule gains on them. ``"explored"`` if
-            another schedule gained: it is the fastest that was tried. ``"time limit"`` if time was up before a proof.
+            (:data:`Simplicity`); and no other schedule gains on them. ``"explored"`` if another schedule gained: it is
+            the fastest that was tried. ``"time limit"`` if time was up before a proof.
         bound: No plan under the schedule of the exact search takes fewer seconds by the closed form, as the dynamic
             program has proven for all numbers of stages and of microbatches.
         gap: How far the best plan by the closed form may be above the bound, as a share of its seconds. About seconds
@@ -266,7 +265,7 @@ def choose(stages: Stages, outcome: Outcome, stats: TuneStats) -> TuneResult:
     space = stages.space
     other, notes = _under_other_schedule(stages, fastest, others)
     if other is None:
-        plan = simplest.simplest((item.plan, item.seconds) for item in found)
+        plan = simplest((item.plan, item.seconds) for item in found)
         plain = next(item for item in found if item.plan == plan)
     alternatives = [(stages_in_words(count), item) for count, item in best.items() if count != plain.plan.num_stages]
     if other is not None and space.schedule in space.search.schedules:
@@ -438,3 +437,74 @@ def make_plan(
 def stages_in_words(count: int) -> str:
     """How a number of stages is called."""
     return "1 stage (data parallel)" if count == 1 else f"{count} stages"
+
+
+ALIKE = OPTIONS.alike
+"""A share of the seconds of a step by which plans cannot be told apart."""
+
+Simplicity: TypeAlias = tuple[int, int, int]
+"""Numbers of techniques, of different shapes of stages, and of stages: the lesser, the simpler.
+
+A technique is one more thing that takes part in every step and has to work: a kind of state in host memory, a kind of
+state that data-parallel ranks share out (a ZeRO stage is as many of these as its number), doing so within groups,
+tensor, sequence or context parallelism, recomputation, a schedule with chunks or split backwards.
+"""
+
+
+def shapes(plan: Plan) -> int:
+    """How many different stages a plan has: by layers, arrangement of devices, rows and savings."""
+    return len(set(map(anywhere, plan.stages)))
+
+
+def simplicity(plan: Plan) -> Simplicity:
+    """How simple a plan is, see :data:`Simplicity`."""
+    return len(burdens(plan)), shapes(plan), plan.num_stages
+
+
+def simplest(plans: Iterable[tuple[Plan, float]]) -> Plan:
+    """The simplest of the plans that cannot be told apart from the fastest; of equally simple ones the fastest.
+
+    Args:
+        plans: Plans and their seconds on the clock, at least one.
+    """
+    found = list(plans)
+    most = min(seconds for _, seconds in found) * (1 + OPTIONS.alike)
+    near = [(plan, seconds) for plan, seconds in found if seconds <= most]
+    return min(near, key=lambda item: (simplicity(item[0]), item[1]))[0]
+
+
+def why_simpler(plan: Plan, other: Plan) -> str:
+    """What makes a plan simpler than another, in words: the first thing that counts."""
+    own, others = burdens(plan), burdens(other)
+    if len(own) < len(others):
+        without = " and ".join(name for name in others if name not in own)
+        return f"it does without {without}"
+    if shapes(plan) < shapes(other):
+        return f"it has {counted(shapes(plan), 'kind')} of stages in place of {shapes(other)}"
+    return f"it has {counted(plan.num_stages, 'stage')} in place of {other.num_stages}"
+
+
+def drop_savings(room: PlanRoom, plan: Plan) -> Plan:
+    """A predicted plan with as few kinds of state offloaded or shared out as fit and take as long on the clock.
+
+    A plan under another schedule keeps what the pipeline saves that it was made from, which was the best under the
+    search's own schedule and by the closed form. Where the other schedule needs less, savings are left over.
+    """
+    most, best = plan.prediction.step_seconds * (1 + OPTIONS.alike), plan
+    while True:
+        count = len(burdens(best))
+        less = (item for item in _with_less(best, room.space.search.zero_stages) if len(burdens(item)) < count)
+        found = next((item for item in less if room.fits(item) and seconds_with(room.model, item) <= most), None)
+        if found is None:
+            return best if best is plan else clocked(room.model, best)
+        best = found
+
+
+def _with_less(plan: Plan, zero_stages: Sequence[int]) -> Iterator[Plan]:
+    """Plans that offload one kind of state less, then those that share out less."""
+    for saving in OFFLOADS.values():
+        yield saving.at_most(plan, 0.0)
+    for most in sorted(zero_stages):
+        less = ZERO.at_most(plan, most)
+        if all(item.zero_stage in zero_stages for item in less.stages):
+            yield less

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.inter_stage.arcs import arcs_of
+from lightning_mist.tuner.inter_stage.flow_program import arcs_of
 from tests.tuner.plans import is_feasible
 from tests.tuner.problems import brute_force, random_problem, small_seeds
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.candidates import EVERY_PART
-from lightning_mist.tuner.inter_stage.slot_options import end_options, slot_options
+from lightning_mist.tuner.inter_stage.problem import end_options, slot_options
 from lightning_mist.tuner.space.applied_space import ANYWHERE
 from tests.tuner.problems import slot
 

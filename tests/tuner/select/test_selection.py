@@ -10,8 +10,7 @@ from lightning_mist.plan.changes import burdens
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.inter_stage import InterStageProblem
 from lightning_mist.tuner.options import OPTIONS
-from lightning_mist.tuner.select.selection import clocked, ending_sooner
-from lightning_mist.tuner.select.simplest_plan import simplicity
+from lightning_mist.tuner.select.selection import clocked, ending_sooner, simplicity
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 from tests.tuner.problems import slot

@@ -7,7 +7,7 @@ from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.plan import SearchSpace
 from lightning_mist.plan.changes import burdens
 from lightning_mist.tuner.select.schedule_variants import PlanRoom
-from lightning_mist.tuner.select.simplest_plan import (
+from lightning_mist.tuner.select.selection import (
     ALIKE,
     drop_savings,
     shapes,
