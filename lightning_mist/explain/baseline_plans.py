@@ -45,7 +45,7 @@ from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import OFFLOADED, Plan, SearchSpace, StepRates, step_rates
 from lightning_mist.plan.changes import DEFERRED_UPDATE
 from lightning_mist.plan.plan_tables import per_second
-from lightning_mist.plan.plan_text import settings_of
+from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.select import ALIKE
@@ -179,8 +179,8 @@ class ComparedPlan:
 
     @property
     def settings(self) -> str:
-        """What the plan does, in words."""
-        return "" if self.plan is None else settings_of(self.plan)
+        """The plan in one line."""
+        return "" if self.plan is None else recipe_of(self.plan)
 
     @property
     def step_seconds(self) -> float | None:
@@ -357,7 +357,7 @@ def faster_notes(items: Sequence[ComparedPlan]) -> tuple[str, ...]:
             continue
         kernels = (f"the kernels of another stack ({item.stack})",) if item.stack else ()
         precision = (item.precision,) if item.precision else ()
-        what = (*kernels, *precision, *differences(kind_of(ours), kind_of(item.plan))) or (settings_of(item.plan),)
+        what = (*kernels, *precision, *differences(kind_of(ours), kind_of(item.plan))) or (recipe_of(item.plan),)
         less = f"{item.name} takes {1 - item.ratio:.1%} less on the clock: {'; '.join(what)}"
         # Of plans that several come to the first is enough.
         notes.setdefault(item.plan, f"{less}. Its plan is in what --json prints, under compare")

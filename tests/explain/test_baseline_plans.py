@@ -328,7 +328,7 @@ def test_figures():
     ours, slow, none = compare_plans(plan(2.0, microbatches=4), others)
     assert (ours.name, ours.step_seconds, ours.ratio, ours.rows_per_second) == ("this plan", 2.0, 1.0, 4.0)
     assert (ours.tokens_per_second, ours.peak_bytes) == (None, 3000)
-    assert ours.settings == "2 stages; 4 microbatches of 2 rows"
+    assert ours.settings == "pp 2, microbatch 2 x 4"
     assert (slow.name, slow.ratio, slow.rows_per_second, slow.tokens_per_second) == ("slow", 2.0, 2.0, 32.0)
     assert slow.plan == others[0].plan
     assert (none.plan, none.reason, none.ratio, none.step_seconds) == (None, "too large", None, None)

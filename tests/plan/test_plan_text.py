@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.plan.plan_text import recipe_of, settings_of
+from lightning_mist.plan.plan_text import recipe_of
 
 
 def stage(first, count, devices, rows=1, *, tensor=1, sequence=False, zero=0, shard=None, recompute=0, **offload):
@@ -43,50 +43,6 @@ CHUNKS = plan(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (ALONE, "1 stage; 1 microbatch of 1 row"),
-        (plan(4, stage(0, 4, (0, 1), 2, zero=3)), "1 stage, data 2; 4 microbatches of 2 rows; ZeRO-3"),
-        (
-            plan(1, stage(0, 4, tuple(range(16)), zero=3, shard=8)),
-            "1 stage, data 16; 1 microbatch of 1 row; ZeRO-3 HSDP 2 x 8",
-        ),
-        (
-            plan(1, stage(0, 2, tuple(range(4, 8)), zero=1, shard=2), stage(2, 2, tuple(range(4)), zero=1)),
-            "2 stages, each data 4; 1 microbatch of 1 row; ZeRO-1 HSDP 2 x 2, whole",
-        ),
-        (PAIR, "2 stages, each data 2; 2 microbatches of 1 row"),
-        (replace(PAIR, schedule="zb-h1"), "2 stages (zb-h1), each data 2; 2 microbatches of 1 row"),
-        (CHUNKS, "2 stages of 2 interleaved chunks; 2 microbatches of 1 row; recompute 1 of 2 layers"),
-        (
-            plan(
-                2,
-                stage(0, 3, (2, 3), 2, tensor=2, sequence=True, recompute=3, optimizer=1.0, activations=0.25),
-                stage(3, 2, (0, 1), zero=1, recompute=2, optimizer=1.0),
-            ),
-            "2 stages: 1 with tensor 2 + sequence, then 1 with data 2; layers 3, 2; 2 microbatches of 2, 1 rows; "
-            "ZeRO-0, 1; recompute all layers; on the host: optimizer, activations 25%, 0%",
-        ),
-        (
-            plan(
-                2,
-                stage(0, 2, (1,), recompute=1, activations=0.5),
-                stage(2, 2, (0,), recompute=1, activations=0.5, checkpoints=1.0),
-            ),
-            "2 stages; 2 microbatches of 1 row; recompute 1 of 2 layers; on the host: activations 50%, "
-            "checkpoints 50%, 100%",
-        ),
-        (
-            plan(3, *(stage(index, 1, (3 - index,), recompute=index < 1) for index in range(4))),
-            "4 stages; 3 microbatches of 1 row; recompute 1, 0 (3 times) of 1 layers",
-        ),
-    ],
-)
-def test_words(given, words):
-    assert settings_of(given) == words
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
         (ALONE, "dp 1, microbatch 1 x 1"),
         (plan(4, stage(0, 4, (0, 1), 2, zero=3)), "dp 2, zero 3, microbatch 2 x 4"),
         (PAIR, "pp 2, dp 2, microbatch 1 x 2"),
@@ -111,6 +67,8 @@ def test_a_recipe_says_in_what_groups_is_sharded_and_how_many_load():
     hybrid = plan(1, stage(0, 4, tuple(range(16)), zero=3, shard=8))
     assert recipe_of(hybrid) == "dp 16, zero 3 hsdp 2 x 8, microbatch 1 x 1"
     assert recipe_of(replace(hybrid, data_parallel_size=4)).endswith("microbatch 1 x 1, loaders 4")
+    both = plan(1, stage(0, 2, tuple(range(4, 8)), zero=1, shard=2), stage(2, 2, tuple(range(4)), zero=1))
+    assert recipe_of(both) == "pp 2, dp 4, zero 1 hsdp 2 x 2 and whole, microbatch 1 x 1"
 
 
 def test_what_is_recomputed_by_operator_is_said():

@@ -11,7 +11,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.explain import ComparedPlan, baselines, compare_plans, estimate_of, explain_plan
 from lightning_mist.plan import OffloadRatios, StageMesh
-from lightning_mist.plan.plan_text import settings_of
+from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.report import html_report
 from lightning_mist.report.frontier import memory_frontier
 from lightning_mist.report.html_report import (
@@ -255,7 +255,7 @@ def test_what_does_not_fit_says_why():
     text = comparison_table([ours, ComparedPlan(name="DDP", plan=None, reason="none divides")])
     assert "none divides" in text
     assert "does not fit" not in text
-    assert f"{settings_of(ours.plan)} (the best found)" in text
+    assert f"{recipe_of(ours.plan)} (the best found)" in text
     assert "rows/s" in text
     assert "tokens/s" not in text
 

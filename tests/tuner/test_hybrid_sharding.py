@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan.changes import TECHNIQUES, Ground
-from lightning_mist.plan.plan_text import settings_of
+from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 from tests.cost.time.test_communication import machine
@@ -28,7 +28,7 @@ def test_groups_are_found_where_they_pay_and_are_asked_for():
     assert [stage.mesh.shard_degree for stage in whole.plan.stages] == [None]
     assert [stage.mesh.shard_degree for stage in hybrid.plan.stages] == [2]
     assert hybrid.plan.predicted.step_seconds < 0.7 * whole.plan.predicted.step_seconds
-    assert "ZeRO-3 HSDP 2 x 2" in settings_of(hybrid.plan)
+    assert "zero 3 hsdp 2 x 2" in recipe_of(hybrid.plan)
     assert hybrid.status == "optimal"
 
 
