@@ -104,7 +104,6 @@ class StateShares:
         self._ranges: dict[tuple[int, float, bool], ByRange] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
-        self._least: dict[tuple[tuple[float, ...], int, int, bool, bool, bool], FloatArray] = {}
 
     @cached_property
     def _next_PR(self) -> NDArray[np.int32]:
@@ -185,39 +184,6 @@ class StateShares:
         for count, at_J in ((ranks, np.flatnonzero(shards_K)), (1, np.flatnonzero(~shards_K))):
             found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], count, values, trained)
         return Shares(**dict(zip(Shares.__slots__, found, strict=True)))
-
-    def least_held(
-        self,
-        layers_K: IntArray,
-        values: tuple[float, ...],
-        ranks: int,
-        buffers: int,
-        *,
-        trained: bool,
-        is_summed: bool = False,
-        in_parts: bool = False,
-    ) -> FloatArray:
-        """Bytes that stay with any ratio, of so many layers in front, in the middle and at the end.
-
-        Args:
-            layers_K: Numbers of layers, which have to be alike.
-            buffers: How many there are beside it, of the largest offloaded part of a unit.
-            is_summed: Whether the largest offloaded parameter is there once more, to be added to.
-            in_parts: Whether the head's and the tail's pass through these in parts.
-
-        Returns:
-            The least of each, with a first axis for the three places.
-        """
-        spec, key = self._holdings.spec, (values, ranks, buffers, trained, is_summed, in_parts)
-        least_by_place_L = self._least.setdefault(key, np.full((3, spec.num_layers), np.nan))
-        new_L = distinct(layers_K[np.isnan(least_by_place_L[0, layers_K])])
-        if len(new_L):
-            start_K = np.concatenate([0 * new_L, 1 + 0 * new_L, spec.num_layers - new_L])
-            ranges = covered(spec, start_K, start_K + np.tile(new_L, 3))
-            resident_KC, _, largest_KC, _, single_KC, room_KC = self._of_ranks(*ranges, ranks, values, trained)
-            held_KC = resident_KC + buffers * (room_KC if in_parts else largest_KC) + is_summed * single_KC
-            least_by_place_L[:, new_L] = held_KC.min(axis=1).reshape(3, -1)
-        return least_by_place_L[:, layers_K]
 
     def _of_ranks(
         self, low_K: IntArray, high_K: IntArray, ranks: int, values: tuple[float, ...], trained: bool

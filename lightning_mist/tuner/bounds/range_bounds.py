@@ -33,7 +33,7 @@ from lightning_mist.cost.time import (
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.candidates import ROOM
-from lightning_mist.tuner.space import Shape, Space, layer_classes
+from lightning_mist.tuner.space import Shape, Space
 
 
 def least_sums(values_L: FloatArray) -> FloatArray:
@@ -53,13 +53,6 @@ def of_layers(values_R: FloatArray) -> FloatArray:
 def edges(values_R: FloatArray) -> FloatArray:
     """What the head or the tail adds at every position; axis ``S``."""
     return np.array([values_R[0], 0.0, values_R[-1]])
-
-
-SINCE = {"parameters": ZeroStage.PARAMETERS, "gradients": ZeroStage.GRADIENTS, "optimizer": ZeroStage.OPTIMIZER}
-"""The ZeRO stage from which on ranks have a part each."""
-
-MOST_DEALT = 48
-"""Layers whose parameters are dealt out to ranks to know what each has: every number of them takes as long again."""
 
 
 def buffered_share(layers_K: IntArray) -> FloatArray:
@@ -94,10 +87,9 @@ class RangeBounds(ArrayRecord):
         kept_K: The same when its output has gone.
         top_K: The part of it that the last layer keeps.
         top_two_K: The part that the last two layers keep.
-        least_parameters_SK: What of them stays whatever is offloaded, buffers included; so of gradients and state.
         received_SK: What is received of every microbatch, and stays as long as that is in flight.
-        always_SK: What is there whatever is offloaded: temporaries of the first backward of a region, and what
-            gradients of the backward before it are under way.
+        always_SK: What is there whatever is offloaded: temporaries of the first backward of a region, what gradients
+            of the backward before it are under way, and others' parameters of what is at hand.
         is_told_K: Whether it can be told what copies take.
     """
 
@@ -116,9 +108,6 @@ class RangeBounds(ArrayRecord):
     parameters_SK: FloatArray
     gradients_SK: FloatArray
     optimizer_SK: FloatArray
-    least_parameters_SK: FloatArray
-    least_gradients_SK: FloatArray
-    least_optimizer_SK: FloatArray
     received_SK: FloatArray
     always_SK: FloatArray
     is_told_K: BoolArray
@@ -140,22 +129,21 @@ def range_bounds(
     if not slots:
         return _no_ranges()
     rows: list[dict[str, Any]] = []
-    rest_L, are_alike = _least_device_seconds(model, slots)[::-1], len(set(layer_classes(model.spec))) == 1
+    rest_L = _least_device_seconds(model, slots)[::-1]
     for slot in slots:
         # Those that leave more than the other devices can compute in time are the first; unlike ones may be faster.
         others = np.inf if slot.parts else space.world_size - slot.devices
         fewest = int((rest_L > bottleneck * ROOM * others).sum())
         # Every microbatch passes this stage, and one the others too, one after another.
         left_L = bottleneck * ROOM - rest_L / (others * slot.num_microbatches)
-        arranged = _Arranged(model, space, slot, left_L, max(fewest, 1), neighbours, are_alike=are_alike)
+        arranged = _Arranged(model, space, slot, left_L, max(fewest, 1), neighbours)
         if len(arranged.layers_K):
             zeros = set(space.search.zero_stages) if slot.data_parallel_degree > 1 else {0}
             counted = {zero_stage: {zero_stage} for zero_stage in zeros}
             if slot.shard_group is not None:
                 counted.pop(0, None)  # Without it there are no groups.
-            elif ZeroStage.OPTIMIZER in zeros and 0 in zeros and "optimizer" not in space.search.offloaded:
-                # Of every microbatch the time is the same; in memory it is never more. What is offloaded of the head
-                # and the tail passes in parts without ZeRO only.
+            elif ZeroStage.OPTIMIZER in zeros and 0 in zeros:
+                # Of every microbatch the time is the same; in memory it is never more.
                 counted[ZeroStage.OPTIMIZER] |= counted.pop(0)
             common = arranged.of_any_zero()
             rows += [{**common, **arranged.of_zero(zero_stage, counted[zero_stage])} for zero_stage in sorted(counted)]
@@ -218,8 +206,6 @@ class _Arranged:
         left_L: FloatArray,
         fewest: int,
         neighbours: Sequence[Parts],
-        *,
-        are_alike: bool,
     ) -> None:
         self.model, self.space, self.slot, self.neighbours = model, space, slot, neighbours
         self.memory, self.degree = model.memory(slot), slot.shard_degree
@@ -234,7 +220,6 @@ class _Arranged:
         self.corrected = least_correction(model)
         self.forward_SK = self._summed(self.compute.forward_R)
         self.backward_SK = self._summed(self.compute.backward_R) + again_L[self.recomputed_K]
-        self.are_alike = are_alike
 
     def of_any_zero(self) -> dict[str, Any]:
         """What :class:`RangeBounds` has of them under any ZeRO stage."""
@@ -321,9 +306,11 @@ class _Arranged:
         """Bytes that are there whatever is offloaded where a backward begins, with axes ``SK``.
 
         Where gradients are dealt out every backward makes them anew, unless all are one unit, and those of the stage's
-        first unit, which the backward before has made last, are still under way.
+        first unit, which the backward before has made last, are still under way. Under ZeRO-3 others' parameters of the
+        region at hand and of that below are there, of which some rank lacks at least the mean.
         """
-        costs, trained_R = self.memory.costs(self.slot.rows), self.memory.holdings.table.trained_R
+        costs, table = self.memory.costs(self.slot.rows), self.memory.holdings.table
+        trained_R = table.trained_R
         is_dealt = self.slot.shard_degree > 1 and zero_stage >= ZeroStage.GRADIENTS
         is_anew = is_dealt and not self.memory.holdings.is_one_unit
         plain_R = costs.first_backward_peak_R if is_anew else costs.backward_peak_R
@@ -336,7 +323,10 @@ class _Arranged:
         always_SK: FloatArray = np.stack([layer_K, layer_K, np.full_like(layer_K, tail)]) + under_way[:, None]
         always_SK[2] = np.maximum(always_SK[2], layer_K)
         always_SK += self.memory.spec.buffer_bytes
-        return always_SK
+        # The tail and the layer below may use the same parameters.
+        units_SK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
+        lacks = 1 - 1 / self.slot.shard_degree if zero_stage >= ZeroStage.PARAMETERS else 0.0
+        return always_SK + float(table.used_R[1:-1].min()) * units_SK * lacks
 
     def _activations(self) -> dict[str, FloatArray]:
         """Bytes of what microbatches keep for backward."""
@@ -355,62 +345,17 @@ class _Arranged:
         }
 
     def _states(self, zero_stage: int) -> dict[str, FloatArray]:
-        """Bytes of parameters, gradients and optimizer state of the rank that has most where a backward begins.
-
-        Under ZeRO-3 others' parameters of the region at hand and of that below are there, of which some rank lacks at
-        least the mean.
-        """
-        table, state = self.memory.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
-        held_SK = self._trained()
+        """Bytes of parameters, gradients and optimizer state of the rank that has most where a backward begins."""
+        held_SK, state = self._trained(), self.memory.spec.optimizer.state_bytes_per_parameter_byte
 
         def share(since: ZeroStage) -> float:
             return 1 / self.slot.shard_degree if zero_stage >= since else 1.0
 
-        layer = float(table.used_R[1:-1].min())
-        # The tail and the layer below may use the same parameters.
-        units_SK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
-        away_SK = layer * units_SK * (1 - share(ZeroStage.PARAMETERS))
-        found = {
-            "parameters": held_SK * share(ZeroStage.PARAMETERS),
-            "gradients": held_SK * share(ZeroStage.GRADIENTS),
-            "optimizer": held_SK * share(ZeroStage.OPTIMIZER),
-        }
-        least = {name: self._least(name, zero_stage, value_SK) for name, value_SK in found.items()}
         return {
-            "parameters_SK": found["parameters"] + away_SK,
-            "gradients_SK": found["gradients"],
-            "optimizer_SK": state * found["optimizer"],
-            "least_parameters_SK": least["parameters"] + away_SK,
-            "least_gradients_SK": least["gradients"],
-            "least_optimizer_SK": state * least["optimizer"],
+            "parameters_SK": held_SK * share(ZeroStage.PARAMETERS),
+            "gradients_SK": held_SK * share(ZeroStage.GRADIENTS),
+            "optimizer_SK": state * held_SK * share(ZeroStage.OPTIMIZER),
         }
-
-    def _least(self, kind: str, zero_stage: int, held_SK: FloatArray) -> FloatArray:
-        """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``SK``.
-
-        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit.
-        """
-        if kind not in self.space.search.offloaded:
-            return held_SK
-        shards, even = zero_stage >= SINCE[kind], self.memory.holdings.is_even and self.slot.shard_degree > 1
-        # Pieces of parameters arrive where their units are gathered.
-        buffers = 0 if kind == "parameters" and shards and even else BUFFERS
-        in_parts = kind == "optimizer" and self.memory.spec.optimizer.is_entrywise
-        share_SK = buffered_share(self.layers_K) * (buffers > 0)
-        # Beside a head or a tail, whose parts pass through buffers of layers' size, nothing is known of that.
-        least_SK = held_SK * (share_SK * np.array([[0.0], [1.0], [0.0]]) if in_parts else share_SK)
-        if self.are_alike:
-            at_J = self.layers_K <= MOST_DEALT
-            least_SK[:, at_J] = self.memory.states.least_held(
-                self.layers_K[at_J],
-                (0.0, *self.space.offload_ratios),
-                self.slot.shard_degree if shards else 1,
-                buffers,
-                trained=kind != "parameters",
-                is_summed=kind == "gradients",
-                in_parts=in_parts,
-            )
-        return least_SK
 
 
 def _least_once(

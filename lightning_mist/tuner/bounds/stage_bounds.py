@@ -10,11 +10,9 @@ cheapest way that there could be. To free a byte
 * by *gradients*, they are fetched and written back in every backward, but for the first unit's, which nobody waits for;
 * by *parameters*, they are fetched in every forward and backward, but for the two units that are there already.
 
-What is received of a microbatch stays as long as that is in flight. Of gradients, parameters and optimizer state two
-buffers stay on the device, each as large as the largest part of any unit that a rank offloads, and of gradients what is
-added to them: of layers that are alike it is known what that is at least, of others that two buffers are ``2 / n`` of
-what ``n`` units offload, so that no more parameters are freed than are fetched. Copies of optimizer state count for
-nothing within a microbatch.
+What is received of a microbatch stays as long as that is in flight. Of all state that may be offloaded nothing has to
+stay; but two buffers on the device, ``2 / n`` of what ``n`` units offload, free nothing of what is copied, so that no
+more parameters are freed than are fetched. Copies of optimizer state count for nothing within a microbatch.
 
 Loads take at least their sum by dual weights of channels (:mod:`lightning_mist.cost.time.overlap`), those of a forward
 and those of a backward each by weights of its own; or those of a forward do, and a backward what it takes alone. The
@@ -165,7 +163,7 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
     )
     # Copies beside a backward never make it faster.
     loads_by_weights_K += np.outer(~backward_weights.any(axis=1), backward_K + ranges.exposed_SK[at])
-    optimizer_K = (ranges.least_optimizer_SK if "optimizer" in setting.kinds else ranges.optimizer_SK)[at]
+    optimizer_K = ranges.optimizer_SK[at] * ("optimizer" not in setting.kinds)
     pair_K = ranges.devices_K * (1 + int(ranges.layers_K.max(initial=0))) + ranges.layers_K
     begins_S = np.flatnonzero(np.diff(pair_K, prepend=-1))
     is_deferred = not setting.kinds.isdisjoint(UPDATED_KINDS)
@@ -219,9 +217,8 @@ def _offload_bounds(
     return OffloadBounds(
         others_K=ranges.activations_K * moves,
         own_K=own_K * moves,
-        gradients_K=np.maximum(ranges.gradients_SK - ranges.least_gradients_SK, 0.0)[at]
-        * (may("gradients") and setting.num_microbatches > 1),
-        parameters_K=np.maximum(ranges.parameters_SK - ranges.least_parameters_SK, 0.0)[at] * may("parameters"),
+        gradients_K=ranges.gradients_SK[at] * (may("gradients") and setting.num_microbatches > 1),
+        parameters_K=ranges.parameters_SK[at] * may("parameters"),
         activations_by_weights_K=np.outer(around, copied_K) + (to_host + to_device) * ranges.is_told_K * alone_K,
         gradients_by_weights_K=np.outer(fetched * backward_in, each_K)
         + np.outer(to_host * backward_out, (each_K + told_K) / 2),

@@ -1,5 +1,3 @@
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -61,26 +59,6 @@ def test_shares_of_all_ratios_are_those_of_each():
                 assert getattr(found, name)[:, place].tolist() == getattr(wanted, name).tolist()
         some = found.take(np.array([1, 4]))
         assert some.offloaded_K.tolist() == [found.offloaded_K[0, 1], found.offloaded_K[1, 0]]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_stays_at_least_is_that_of_any_layers_and_ratios(ranks, tied):
-    model, values = MemoryModel(spec(5, parameter_bytes=4_000, tied=tied)), (0.0, 0.25, 0.5, 1.0)
-
-    def least(start, end, buffers, is_summed):
-        names = "start_K", "end_K", "checkpointed_K", "zero_stage_K"
-        stage = StageCandidates(**{name: np.array([at]) for name, at in zip(names, (start, end, 0, 0), strict=True)})
-        shares = model.states.of_ratios(stage, values, ranks, np.ones(1, dtype=bool), trained=True)
-        return float((shares.resident_K + buffers * shares.largest_K + is_summed * shares.single_K).min())
-
-    for count, buffers, is_summed in product((4, 2, 1, 3), (2, 0, 5), (False, True)):
-        layers = np.array([count, 2])
-        front, middle, end = model.states.least_held(layers, values, ranks, buffers, trained=True, is_summed=is_summed)
-        assert front[0] == least(0, count, buffers, is_summed)
-        assert end[0] == least(5 - count, 5, buffers, is_summed)
-        for start in range(1, 5 - count):
-            assert middle[0] == least(start, start + count, buffers, is_summed)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 40])
