@@ -184,11 +184,6 @@ class LayerRanges:
         """At how many places each occurs."""
         return np.array([len(starts) for starts in self.starts], dtype=np.int64)
 
-    def take(self, index: IntArray) -> "LayerRanges":
-        """Some of them."""
-        starts = tuple(self.starts[place] for place in index.tolist())
-        return LayerRanges(start_K=self.start_K[index], layers_K=self.layers_K[index], starts=starts)
-
 
 def fixed_range(first: int, end: int) -> LayerRanges:
     """The one range that a stage may have whose place is settled."""

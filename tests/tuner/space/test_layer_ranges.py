@@ -1,7 +1,6 @@
 import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from lightning_mist.tuner.space.applied_space import ANYWHERE, fixed_range, layer_classes, layer_ranges_of, role_of
@@ -45,15 +44,6 @@ def test_middles_of_unlike_layers_are_all_there_and_those_that_are_alike_togethe
         # What lies before tells what is received, so it must be the same too.
         assert len({UNLIKE[start - 1 : start + layers] for start in starts.tolist()}) == 1
     assert len(found) < len(wanted)
-
-
-def test_some_layer_ranges_are_taken_with_their_places():
-    found = layer_ranges_of("middle", 6, UNLIKE)
-    index = np.array([len(found) - 1, 0])
-    assert places(found.take(index)) == [
-        pair for window in index.tolist() for pair in places(found.take(np.array([window])))
-    ]
-    assert found.take(index).layers_K.tolist() == found.layers_K[index].tolist()
 
 
 def test_a_window_whose_place_is_settled():
