@@ -6,17 +6,15 @@ bottleneck time), and if asked with every ``suffix sum + t + d`` at most ``V`` (
 suffix of ``S - 1`` stages makes a pipeline of ``S``, so one pass answers for every ``S``.
 
 A stage in front makes both numbers of a state larger by what it holds itself, so in a table of all states it comes from
-the one that lies as far before, always as far: with empty rows and columns before the table (:class:`PaddedSums`)
-nothing has to be asked about where that is. On unlike devices the parts of a cluster lie in a row, as stages take them
-from the last one to the first (:class:`PartChain`): the stages of one part are neighbours, and the parts follow each
-other in a settled order, so that what a suffix holds of every part is one number. Where a stage's own begin and end in
-the row says whether the stages next to it lie in other parts.
+the one that lies as far before, always as far. On unlike devices the parts of a cluster lie in a row, as stages take
+them from the last one to the first (:class:`PartChain`): the stages of one part are neighbours, and the parts follow
+each other in a settled order, so that what a suffix holds of every part is one number. Where a stage's own begin and
+end in the row says whether the stages next to it lie in other parts.
 
 What cannot be part of an answer at a bottleneck time is left out beforehand. With ``r_p`` the least seconds times
 devices per layer of any choice in part ``p``, ``n`` devices of it hold at most ``T n / r_p`` layers; what they hold
-less is idle.
-All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack, so no stage and no suffix may be idle
-by more, nor may a suffix hold more layers than its devices can.
+less is idle. All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack, so no stage and no suffix
+may be idle by more, nor may a suffix hold more layers than its devices can.
 
 Array axes
     K  options (see :mod:`lightning_mist.tuner.inter_stage.problem`), or choices of a first or last stage
@@ -182,54 +180,6 @@ class SuffixWalk:
     sums: tuple[FloatArray, ...]
 
 
-MOST_PADDED = 1 << 15
-"""Sums of a padded table at most: 256 KiB, which stay near the processor. Of larger ones looking sums up takes longer
-than finding out where they are."""
-
-
-class PaddedSums:
-    """Sums by state of one pass, all stages of which take devices of the same part.
-
-    Args:
-        place_J: Where each state is in the table.
-        width: Places of a row.
-    """
-
-    def __init__(self, place_J: IntArray, width: int) -> None:
-        self._place_J, self._width = place_J, width
-        self._sums = np.full(int(place_J.max(initial=0)) + 1, np.inf)
-        self._every_J = np.arange(len(place_J))
-
-    @classmethod
-    def of(cls, states: States, most_layers: int, most_units: int, size: int) -> "PaddedSums | None":
-        """A table of some states, if it is small.
-
-        Args:
-            most_layers: Layers that a stage has at most.
-            most_units: Units of devices that it has at most.
-            size: Numbers of units that there may be.
-        """
-        width = size + most_units
-        place_J = (states.row_J + most_layers) * width + states.used_J + most_units
-        return cls(place_J, width) if place_J.max(initial=0) < MOST_PADDED else None
-
-    def filled(self, sums_J: FloatArray) -> FloatArray:
-        """Sums in their places, until others are asked for."""
-        self._sums[self._place_J] = sums_J[:-1]
-        return self._sums
-
-    def sources(
-        self, options: SlotOptions, units_K: IntArray, at_once: int
-    ) -> Iterator[tuple[SlotOptions, IntArray, IntArray]]:
-        """Some options at a time, all states, and the places of those behind them, axes ``KJ``."""
-        step = max(1, at_once // max(1, len(self._every_J)))
-        for begin in range(0, len(options), step):
-            here = slice(begin, begin + step)
-            shift_K = options.layers_K[here] * self._width + units_K[here]
-            some = options if step >= len(options) else options.take(here)
-            yield some, self._every_J, self._place_J - shift_K[:, None]
-
-
 _MARGIN = 1e-9
 """Relative margin within which rounding may make a choice look as if it were idle by too much."""
 
@@ -239,13 +189,8 @@ _NO_TIME = 1e-200
 _AT_ONCE = 1 << 19
 """Sums that are formed at once: 4 MiB, so that they stay near the processor."""
 
-_FEW = 1 << 14
-"""Sums of options of any part up to which all are formed at once: asking part by part takes longer than these do."""
-
-
 Sources: TypeAlias = tuple[SlotOptions, IntArray, IntArray]
-"""Options, states in which a stage can end that is one of them, and by both the state behind it, or its place in padded
-sums; axes ``J`` and ``KJ``."""
+"""Options, states in which a stage can end that is one of them, and by both the state behind it; axes ``J``, ``KJ``."""
 
 Maps: TypeAlias = dict[int, tuple[IntArray, dict[int, IntArray]]]
 """By part and seams of a stage the states in which it can end, and for these the one behind it, by how much it makes
@@ -274,12 +219,6 @@ class Suffixes:
             for part in range(len(devices))
         )
         self.chain = PartChain.of(devices, order, tuple(map(tuple, taken)))
-        most = [
-            (int(item.layers_K.max()), int(self._units(item.devices_K, item.part_K).max()))
-            for item in options.values()
-            if len(item)
-        ]
-        self._most = max((layers for layers, _ in most), default=0), max((units for _, units in most), default=0)
         self.rate_by_part = self._rates()
         self._capacity_by_part = np.array(devices) / self.rate_by_part
 
@@ -332,7 +271,6 @@ class Suffixes:
         sums.append(self._last_sums(states, bottleneck, cap))
         maps: Maps = {}
         made: dict[int, list[Sources]] = {}
-        padded = PaddedSums.of(states, *self._most, self.chain.size) if len(self.chain.order) == 1 else None
         for count in range(2, max(heads) + 1):
             if count in heads:
                 total_K = self._totals(heads[count], states, sums[-1], bottleneck, cap)
@@ -346,15 +284,10 @@ class Suffixes:
                 options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
                 if cap is not None:
                     options = _needed(options, sums[-1], cap)
-                sources: Iterable[Sources] = (
-                    self.sources(options, states, maps)
-                    if padded is None
-                    else padded.sources(options, self._units(options.devices_K, options.part_K), _AT_ONCE)
-                )
+                sources: Iterable[Sources] = self.sources(options, states, maps)
                 if cap is None and self._repeats[key] > 1:
                     made[key] = list(sources)
-            behind = sums[-1] if padded is None else padded.filled(sums[-1])
-            sums.append(self._extended(made.get(key, sources), states, behind, cap, bottleneck))
+            sums.append(self._extended(made.get(key, sources), states, sums[-1], cap, bottleneck))
             sums[-1][sums[-1] > limit] = np.inf
         return SuffixWalk(
             bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=tuple(sums)
@@ -512,9 +445,6 @@ class Suffixes:
     def sources(self, options: SlotOptions, states: States, maps: Maps) -> Iterator[Sources]:
         """Some options at a time, some states that they can end in, and for each of these the one behind them."""
         kind_K = kinds(options.part_K, options.seams_K)
-        if len(self.chain.order) > 1 and 0 < len(options) * len(states.row_J) <= _FEW:
-            yield options, np.arange(len(states.row_J)), self._behind_all(options, kind_K, states)
-            return
         # Options of one kind come one after another.
         edges = [0, *(np.flatnonzero(np.diff(kind_K)) + 1).tolist(), len(options)] if len(options) else []
         for first, end in pairwise(edges):
@@ -529,18 +459,6 @@ class Suffixes:
                     behind_KJ = self._behind(some, new_K, at_J, states)
                     known |= zip((offsets[place] for place in new_K), behind_KJ, strict=True)
                 yield some, at_J, np.stack([known[offset] for offset in offsets])
-
-    def _behind_all(self, options: SlotOptions, kind_K: IntArray, states: States) -> IntArray:
-        """For all states the one behind options of any kind; axes ``KJ``."""
-        units_K = self._units(options.devices_K, options.part_K)
-        begin_KN = np.arange(self.chain.size) - units_K[:, None]
-        inside_KN = self.chain.ends_by_kind_N[kind_K] & (begin_KN >= self.chain.first_begin_by_kind[kind_K, None])
-        inside_KN &= begin_KN <= self.chain.last_begin_by_kind[kind_K, None]
-        fits_KJ = inside_KN.take(states.used_J, axis=1)
-        fits_KJ &= states.row_J > options.layers_K[:, None]
-        found_KJ = states.flat_J - (options.layers_K * self.chain.size + units_K)[:, None]
-        # No state has no layers, as those in the first places of the table would.
-        return states.number.take(found_KJ * fits_KJ)
 
     def _behind(self, some: SlotOptions, at_K: list[int], at_J: IntArray, states: States) -> IntArray:
         """For some states the one behind options of one kind; axes ``KJ``."""
