@@ -1,13 +1,8 @@
 """Candidates of all slots with one role and number of microbatches: their seconds and what their memory is made of.
 
 Of a pipeline whose step is to take less than ``G T`` seconds no stage takes more than ``T`` per microbatch. So a table
-made for a bottleneck time ``T`` leaves out, before anything is evaluated,
-
-* what computes for longer than ``T``, recomputation included, and
-* what leaves the other devices too many layers: a layer range on ``n`` of ``N`` devices leaves ``N - n``, which
-  compute all other regions in no less than these take at their least number of device-seconds, divided by ``N - n``.
-
-The steady time of a stage has no negative term, so that both are safe whatever else it does.
+made for a bottleneck time ``T`` leaves out, before anything is evaluated, what computes for longer than ``T``,
+recomputation included. The steady time of a stage has no negative term, so that this is safe whatever else it does.
 
 What a stage takes depends on the rest of its pipeline only through what it exchanges with other stages and, if
 parameters are sharded, through how many are behind it. So the candidates of one arrangement of devices are evaluated
@@ -228,26 +223,22 @@ which numbers of devices and layers it is (all if ``None``)."""
 
 
 def make_tables(
-    model: CostModel, space: Space, requests: Sequence[Request], bottleneck: float, *, alone: bool = True
+    model: CostModel, space: Space, requests: Sequence[Request], bottleneck: float
 ) -> tuple[list[Table], int]:
     """Evaluate everything that can be part of a pipeline with a bottleneck time, of several roles.
 
     Args:
         requests: The tables; all slots have the same number of microbatches.
         bottleneck: Bottleneck time in seconds per microbatch, possibly infinite.
-        alone: Whether all devices of the pipeline are of the search space.
 
     Returns:
         The tables, and how many candidates were evaluated for them.
     """
     asked: list[_Arrangement] = []
     for number, (slots, ranges, among_NL) in enumerate(requests):
-        shape = len(ranges), len(slots)
-        fast_KS = (_outside(model, space, slots, ranges) if alone else np.zeros(shape)) <= bottleneck * ROOM
         lines = _Lines.of(model.spec, space, ranges)
-        for index in np.flatnonzero(fast_KS.any(axis=0)).tolist():
-            slot = slots[index]
-            fast_K = fast_KS[lines.range_K, index] & (lines.least(model, slot) <= bottleneck * ROOM)
+        for index, slot in enumerate(slots):
+            fast_K = lines.least(model, slot) <= bottleneck * ROOM
             if among_NL is not None:
                 fast_K &= among_NL[slot.devices, lines.layers_K]
             if slot.method.checkpointing != space.checkpointing_kinds[0]:
@@ -312,25 +303,6 @@ def _empty(request: Request, bottleneck: float) -> Table:
         parts=PeakParts.none(),
         **columns,
     )
-
-
-def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], ranges: LayerRanges) -> FloatArray:
-    """Seconds that the other devices take at least for all other regions; axes ``KS``."""
-    if not slots:
-        return np.zeros((len(ranges), 0))
-    num_microbatches = slots[0].num_microbatches
-    least_R: FloatArray | float = np.inf
-    for shape in space.shapes(num_microbatches):
-        rows = space.rows(num_microbatches, shape.data)
-        seconds = model.region_seconds(rows, shape.tensor, shape.sequence)
-        least_R = np.minimum(least_R, (seconds.forward_R + seconds.backward_R) * shape.devices)
-    prefix = np.concatenate([[0.0], np.cumsum(least_R)])
-    low_K, high_K = covered(model.spec, ranges.start_K, ranges.start_K + ranges.layers_K)
-    rest_K1 = (prefix[-1] - (prefix[high_K] - prefix[low_K]))[:, None]
-    others_S = space.world_size - np.array([slot.devices for slot in slots])
-    # Where no device is left there is nothing outside either.
-    found_KS: FloatArray = np.where(others_S > 0, rest_K1 / np.maximum(others_S, 1), 0.0)
-    return found_KS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

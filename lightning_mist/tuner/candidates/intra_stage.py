@@ -250,9 +250,7 @@ class IntraStage:
                 if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
             ]
             missing[key] = slots, self._ranges_of(stage_index, num_stages), among_NL
-        # Of the devices of other parts nothing is known here.
-        alone = not self._elsewhere
-        tables, evaluated = make_tables(self.model, self.space, [*missing.values()], bottleneck, alone=alone)
+        tables, evaluated = make_tables(self.model, self.space, [*missing.values()], bottleneck)
         self.evaluated += evaluated
         self._tables |= dict(zip(missing, tables, strict=True))
 

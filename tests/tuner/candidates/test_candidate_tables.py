@@ -13,7 +13,7 @@ NETWORK = spec(5, kinds=(0, 1, 0, 0, 1), widths=(1000, 2500), measured=True)
 STAGES, MICROBATCHES = 3, 4
 
 
-def table(role="middle", bottleneck=np.inf, *, alone=True, among=None):
+def table(role="middle", bottleneck=np.inf, *, among=None):
     """Candidates of a role on up to four devices, of all numbers of devices and layers or among some."""
     model = StageCostModel(NETWORK, profile(), cluster(4))
     space = apply(SearchSpace(schedules=("1f1b",), offload=()), NETWORK, 4, 16)
@@ -21,7 +21,7 @@ def table(role="middle", bottleneck=np.inf, *, alone=True, among=None):
     index = {"first": 0, "middle": 1, "last": STAGES - 1}[role]
     slots = [maker.slot(index, STAGES, MICROBATCHES, shape) for shape in space.shapes(MICROBATCHES)]
     ranges = layer_ranges_of(role, NETWORK.num_layers, layer_classes(NETWORK))
-    (found,), evaluated = make_tables(model, space, [(slots, ranges, among)], bottleneck, alone=alone)
+    (found,), evaluated = make_tables(model, space, [(slots, ranges, among)], bottleneck)
     assert evaluated >= len(found)
     return model, found
 
@@ -57,24 +57,13 @@ def test_every_candidate_is_there_once_with_what_it_costs(role):
 def test_what_is_slower_than_the_pace_is_left_out_and_nothing_else():
     _, every = table()
     bottleneck = float(np.median(every.steady_K))
-    _, fast = table(bottleneck=bottleneck, alone=False)
+    _, fast = table(bottleneck=bottleneck)
     assert fast.bottleneck == bottleneck
     wanted = [
         item for item, seconds in zip(described(every), every.steady_K.tolist(), strict=True) if seconds <= bottleneck
     ]
     assert 0 < len(wanted) < len(every)
     assert sorted(described(fast)) == sorted(wanted)
-
-
-def test_of_a_whole_pipeline_what_leaves_others_too_much_is_left_out_too():
-    _, every = table()
-    bottleneck = float(np.quantile(every.steady_K, 0.25))
-    (_, alone), (_, among) = table(bottleneck=bottleneck), table(bottleneck=bottleneck, alone=False)
-    left = {*described(among)} - {*described(alone)}
-    assert {*described(alone)} < {*described(among)}
-    # What is left out has the fewest layers on the most devices.
-    kept = {(window, devices) for window, devices, _, _ in described(alone)}
-    assert not kept & {(window, devices) for window, devices, _, _ in left}
 
 
 def test_choices_are_at_every_place_where_their_layers_occur():
