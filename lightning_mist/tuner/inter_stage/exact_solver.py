@@ -35,9 +35,6 @@ from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, SuffixWalk
 _NOTED = 3
 """Numbers of stages whose answer is looked at after a pass, those with the least sums."""
 
-_MOST_SUMS = 1 << 20
-"""Sums of suffixes that passes which are kept may have together; they take 8 MB."""
-
 _NONE = Answer(chosen=(), objective=np.inf, bound=np.inf)
 
 
@@ -92,7 +89,7 @@ def solve_family(
     Args:
         tolerance: Share by which the answer may take longer than its bound says.
     """
-    return _Search(family, _Walks(family), below, deadline, tolerance=tolerance).run()
+    return _Search(Suffixes(family), below, deadline, tolerance=tolerance).run()
 
 
 def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = np.inf) -> dict[int, Answer]:
@@ -109,13 +106,13 @@ def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = 
     asked = sorted(below.keys() & family.heads.keys())
     if not asked:
         return found
-    walks = _Walks(family)
+    suffixes = Suffixes(family)
     for count in asked:
-        result = _Search(family, walks, below[count], deadline, only=count).run()
+        result = _Search(suffixes, below[count], deadline, only=count).run()
         if result.num_stages:
             best = result.answers[count]
             slowest = float(family.problem(count).steady(best.chosen).max())
-            search = _Search(family, walks, below[count], deadline, only=count, slowest=slowest)
+            search = _Search(suffixes, below[count], deadline, only=count, slowest=slowest)
             other = search.run().answers.get(count, _NONE)
             found[count] = replace(best, lower_bottleneck=other.chosen)
     return found
@@ -144,33 +141,12 @@ def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | N
     return best if fits_K[best] else None
 
 
-class _Walks:
-    """Passes over a family, some of which are kept: one answers for all numbers of stages."""
-
-    def __init__(self, family: Family) -> None:
-        self.suffixes = Suffixes(family)
-        self.bottlenecks_K = self.suffixes.bottlenecks()
-        self._kept: dict[tuple[float, float | None], SuffixWalk] = {}
-        self._room = _MOST_SUMS
-
-    def walk(self, bottleneck: float, cap: float | None, only: int | None, limit: float) -> SuffixWalk:
-        """One pass, of which one number of stages is of interest, or all are, and sums up to a limit."""
-        walk = self._kept.get((bottleneck, cap))
-        if walk is None or walk.only not in (None, only) or walk.limit < limit:
-            walk = self.suffixes.walk(bottleneck, cap, only, limit)
-            self._room -= sum(map(len, walk.sums))
-            if self._room >= 0:
-                self._kept[bottleneck, cap] = walk
-        return walk
-
-
 class _Search:
     """Best-first search over the slowest stage's steady time, of one number of stages or of all."""
 
     def __init__(
         self,
-        family: Family,
-        walks: _Walks,
+        suffixes: Suffixes,
         below: float,
         deadline: float,
         *,
@@ -178,17 +154,18 @@ class _Search:
         slowest: float = np.inf,
         tolerance: float = PRECISION,
     ) -> None:
-        self.family, self.below, self.deadline, self.slowest = family, below, deadline, slowest
-        self._tolerance = tolerance
-        self.walks, self.suffixes, self.only = walks, walks.suffixes, only
-        self.repeats = family.num_microbatches - 1
+        self.suffixes, self.family, self.below, self.deadline = suffixes, suffixes.family, below, deadline
+        self._tolerance, self.only = tolerance, only
+        num_microbatches = self.family.num_microbatches
+        self.repeats = num_microbatches - 1
         self.objective = below
         self.num_stages = 0
         self.found: dict[int, tuple[float, tuple[int, ...]]] = {}
         # A pipeline takes at least G times the steady time of any of its stages.
-        self.bottlenecks_K = walks.bottlenecks_K[walks.bottlenecks_K < slowest * (1 - PRECISION)]
-        self.is_cut = bool(self.bottlenecks_K.size and self.bottlenecks_K[-1] * family.num_microbatches >= below)
-        self.bottlenecks_K = self.bottlenecks_K[self.bottlenecks_K * family.num_microbatches < below]
+        bottlenecks_K = suffixes.bottlenecks()
+        bottlenecks_K = bottlenecks_K[bottlenecks_K < slowest * (1 - PRECISION)]
+        self.is_cut = bool(bottlenecks_K.size and bottlenecks_K[-1] * num_microbatches >= below)
+        self.bottlenecks_K = bottlenecks_K[bottlenecks_K * num_microbatches < below]
         # Bound on the objective, first and last bottleneck time, and bound on v at these bottleneck times.
         self.intervals: list[tuple[float, int, int, float]] = []
 
@@ -213,14 +190,12 @@ class _Search:
 
     def _explore(self, first: int, last: int) -> float:
         """Look at all bottleneck times between two; returns a bound on the objective there."""
-        # All numbers of stages begin with the pass of the most seconds: it is made for all of them.
-        only = self.only if self.slowest < np.inf else None
-        walk = self._of_interest(self.walks.walk(float(self.bottlenecks_K[last]), None, only, self._limit))
+        walk = self._walk(float(self.bottlenecks_K[last]))
         if not walk.values:
             return np.inf
         bound, low = np.inf, min(walk.values.values())
         self._note(walk)
-        self._push(self._fastest(first, last, low), last, low)
+        self._push(first, last, low)
         while self.intervals:
             bound_here, begin, end, low = heapq.heappop(self.intervals)
             if bound_here >= self.objective * (1 - self.tolerance) or thread_time() > self.deadline:
@@ -245,32 +220,9 @@ class _Search:
                 self.found[self.num_stages] = objective, chosen
 
     def _walk(self, bottleneck: float, cap: float | None = None) -> SuffixWalk:
-        return self._of_interest(self.walks.walk(bottleneck, cap, self.only, self._limit))
-
-    @property
-    def _limit(self) -> float:
-        """The most that the steady times of a better answer can be together."""
-        return (self.objective - self.repeats * self.suffixes.least_bottleneck()) * (1 + PRECISION)
-
-    def _of_interest(self, walk: SuffixWalk) -> SuffixWalk:
-        """A pass with the values of the number of stages alone that is of interest."""
-        if self.only is None:
-            return walk
-        return replace(walk, values={count: value for count, value in walk.values.items() if count == self.only})
-
-    def _fastest(self, first: int, last: int, low: float) -> int:
-        """The least bottleneck time that can lead to a better answer; answers near it are good ones to begin with."""
-        while first < last and self.repeats * float(self.bottlenecks_K[first]) + low < self.objective:
-            if self.repeats * np.ptp(self.bottlenecks_K[[first, last]]) < self.tolerance * self.objective:
-                break
-            middle = (first + last) // 2
-            walk = self._walk(float(self.bottlenecks_K[middle]))
-            if walk.values:
-                self._note(walk)
-                last = middle
-            else:
-                first = middle + 1
-        return first
+        # The most that the steady times of a better answer can be together.
+        limit = (self.objective - self.repeats * self.suffixes.least_bottleneck()) * (1 + PRECISION)
+        return self.suffixes.walk(bottleneck, cap, self.only, limit)
 
     def _middle(self, begin: int, end: int, low: float) -> tuple[int, int]:
         """A bottleneck time to look at, and the last one of an interval that can still lead to a better answer."""

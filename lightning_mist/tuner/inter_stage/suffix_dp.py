@@ -23,7 +23,6 @@ Array axes
     N  numbers of units of devices
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -163,8 +162,6 @@ class SuffixWalk:
     Attributes:
         bottleneck: The most steady seconds of a stage.
         cap: The most that ``sum t + D`` may be, or ``None``.
-        only: The number of stages that was of interest, or ``None`` where all were.
-        limit: Sums of steady times above which suffixes were of no interest.
         values: For every number of stages with an answer the least sum of steady times; without a cap the boundary
             time of the first stage counts with them.
         states: The states that were looked at.
@@ -173,8 +170,6 @@ class SuffixWalk:
 
     bottleneck: float
     cap: float | None
-    only: int | None
-    limit: float
     values: dict[int, float]
     states: States
     sums: tuple[FloatArray, ...]
@@ -210,7 +205,6 @@ class Suffixes:
         alike = {id(slot): slot for slot in family.tails[1:]}
         options = {key: slot_options(slot, layers, devices) for key, slot in alike.items()}
         self.middle = [options[id(slot)] for slot in family.tails[1:]]
-        self._repeats = Counter(map(id, self.middle))
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
         pairs += [(options.part_K, options.devices_K) for options in options.values()]
@@ -265,12 +259,9 @@ class Suffixes:
         values: dict[int, float] = {}
         sums: list[FloatArray] = []
         if not len(states.row_J) or not slack >= -self._margin(bottleneck):
-            return SuffixWalk(
-                bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=()
-            )
+            return SuffixWalk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=())
         sums.append(self._last_sums(states, bottleneck, cap))
         maps: Maps = {}
-        made: dict[int, list[Sources]] = {}
         for count in range(2, max(heads) + 1):
             if count in heads:
                 total_K = self._totals(heads[count], states, sums[-1], bottleneck, cap)
@@ -279,19 +270,10 @@ class Suffixes:
                     values[count] = best
             if count in (only, len(self.middle) + 2) or not (sums[-1] < np.inf).any():
                 break
-            key = id(self.middle[count - 2])
-            if key not in made:
-                options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
-                if cap is not None:
-                    options = _needed(options, sums[-1], cap)
-                sources: Iterable[Sources] = self.sources(options, states, maps)
-                if cap is None and self._repeats[key] > 1:
-                    made[key] = list(sources)
-            sums.append(self._extended(made.get(key, sources), states, sums[-1], cap, bottleneck))
+            options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
+            sums.append(self._extended(self.sources(options, states, maps), states, sums[-1], cap, bottleneck))
             sums[-1][sums[-1] > limit] = np.inf
-        return SuffixWalk(
-            bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=tuple(sums)
-        )
+        return SuffixWalk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=tuple(sums))
 
     def first_walk(self, bottlenecks_K: FloatArray) -> SuffixWalk | None:
         """The pass at the least of some bottleneck times, ascending, at which there is an answer."""
@@ -471,14 +453,3 @@ class Suffixes:
             fits_KJ &= used_J <= (units_K + high)[:, None]
         found_KJ = states.flat_J[at_J] - (layers_K * self.chain.size + units_K)[:, None]
         return np.where(fits_KJ, states.number[np.where(fits_KJ, found_KJ, 0)], len(states.row_J))
-
-
-def _needed(options: SlotOptions, behind_J: FloatArray, cap: float) -> SlotOptions:
-    """The options that a cap lets stand in front of some suffix, without those that a faster one can always replace."""
-    reached_J = behind_J[behind_J < np.inf]
-    if not len(options) or not len(reached_J) or options.steady_KL.shape[1] > 1:
-        return options
-    reach_K = options.reach_KL[:, 0]
-    # Options with the same layers and devices come one after another, by rising steady time.
-    faster_K = np.where(options.rank_K > 0, np.concatenate([[np.inf], reach_K[:-1]]), np.inf)
-    return options.take((reach_K + reached_J.min() <= cap) & (faster_K + reached_J.max() > cap))
