@@ -191,8 +191,8 @@ def test_a_scaler_skips_a_step_of_all_pieces(name, zero, offload):
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_lies_between_parameters_is_in_no_norm_and_no_overflow(zero):
-    def unwritten(shard, dtype):
-        return torch.full((shard.flat.degree, shard.flat.piece), torch.inf, dtype=dtype)
+    def unwritten(shard, dtype, extra=0):
+        return torch.full((shard.numel + extra,), torch.inf, dtype=dtype)
 
     habit = partial(scaled, make=partial(torch.optim.AdamW, lr=1e-2))
     with mock.patch.object(FlatShard, "buffer", unwritten):

@@ -11,14 +11,12 @@ order of buckets; which action completes which gradients the executor says.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.devices import read
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import HeldParameter, Mesh, needs_spreading, sums_wholes, tied_groups
@@ -28,10 +26,8 @@ from lightning_mist.runtime.parameters import (
     Begun,
     Bucket,
     EvenShards,
-    FlatShard,
     Part,
     UnitKey,
-    give_out,
     gradient_dtype,
     make_buckets,
     owned_buckets,
@@ -47,54 +43,6 @@ from lightning_mist.schedule.stage_units import ShardUnit
 #
 # Under hybrid sharding each shard group does this for itself. Once a batch, at its end, the owners of all groups sum
 # what they have added up.
-
-
-class _Owned:
-    """A bucket that is reduced whole, to its owner or to every rank; the same methods as :class:`FlatShard` has.
-
-    Attributes:
-        present: Which parameters had a gradient on this rank in the batch that runs.
-    """
-
-    def __init__(self, bucket: Bucket, mesh: Mesh) -> None:
-        self.bucket = bucket
-        self._owner = None if bucket.owner is None else mesh.shard_peers[bucket.owner]
-        self._is_mine = bucket.owner in (None, mesh.shard_index)
-        self.fresh: Tensor | None = None
-        self.present: list[bool] = []
-
-    def begin(self, transport: Transport, group: tuple[int, ...], scale: float) -> Begun:
-        numel, flat = self.bucket.numel, self.bucket.empty(extra=len(self.bucket.parameters))
-        had = self.bucket.move_gradients(self.bucket.views(flat), flat[:numel], scale=scale, ranks=len(group))
-        flags = flat[numel:].fill_(1.0)
-        for index, is_present in enumerate(had):
-            if not is_present:
-                flags[index] = 0.0
-        self.present = [one or other for one, other in zip(self.present or had, had, strict=True)]
-        if self._owner is None:
-            return transport.all_reduce(flat, group), lambda: flat
-        return transport.reduce(flat, self._owner, group), lambda: flat if self._is_mine else None
-
-    def add(self, flat: Tensor) -> None:
-        if self.fresh is None:
-            self.fresh = flat.to(gradient_dtype(self.bucket.parameters[0]))
-        else:
-            self.fresh += flat
-
-    def install(self) -> None:
-        """Give parameters their gradients; one that several chunks of this rank use has a sum of each."""
-        flat, present = self.fresh, self.present
-        self.forget()
-        if flat is None:
-            return
-        # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
-        counts = [1.0] * len(present) if all(present) else read(flat[self.bucket.numel :])
-        for parameter, view, count in zip(self.bucket.parameters, self.bucket.views(flat), counts, strict=True):
-            if count != 0:
-                parameter.grad = view if parameter.grad is None else parameter.grad.add_(view)
-
-    def forget(self) -> None:
-        self.fresh, self.present = None, []
 
 
 class UnitGradients:
@@ -116,25 +64,24 @@ class UnitGradients:
         self._replicates = tuple(sorted(mesh.replicate_peers))
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
         evenly = () if even is None else even.trained
-        self._of: dict[UnitKey, list[FlatShard | _Owned]] = {}
-        self._owned: list[_Owned] = []
+        self._of: dict[UnitKey, list[Bucket]] = {}
+        self._owned: list[Bucket] = []
         for key, unit in units.items():
             dealt = [name for name in unit.reduced if name in owners]
-            owned = [_Owned(bucket, mesh) for bucket in owned_buckets(dealt, parameters, owners, apart=names)]
+            owned = owned_buckets(dealt, parameters, owners, apart=names)
             self._owned += owned
             self._of[key] = [*(shard for shard in evenly if key in shard.flat.reduced), *owned]
-        self._under_way: list[tuple[FlatShard | _Owned, Begun]] = []
+        self._under_way: list[tuple[Bucket, Begun]] = []
 
     def keep_layouts(self) -> None:
         """Remember the shapes and strides of the parameters, which are about to lose their memory."""
         for item in self._owned:
-            item.bucket = item.bucket.with_layouts()
+            item.keep_layouts()
 
     def reduce(self, key: UnitKey) -> None:
         """Start to reduce a unit's gradients, which the parameters lose, once those before have arrived."""
         self.settle()
-        scale = 1.0 / self._mesh.plan.num_loaders
-        self._under_way += [(item, item.begin(self._transport, self._group, scale)) for item in self._of[key]]
+        self._under_way += [(item, item.begin(self._mesh, self._transport)) for item in self._of[key]]
 
     @contextmanager
     def as_they_come(self) -> Iterator[None]:
@@ -153,7 +100,7 @@ class UnitGradients:
 
         with ExitStack() as stack:
             for key, items in self._of.items():
-                missing[key] = {p for item in items for p in item.bucket.parameters if p.requires_grad}
+                missing[key] = {p for item in items for p in item.parameters if p.requires_grad}
                 for parameter in missing[key]:
                     hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
@@ -173,7 +120,7 @@ class UnitGradients:
         self.settle()
         for items in self._of.values():
             for item in items:
-                for name, parameter in zip(item.bucket.names, item.bucket.parameters, strict=True):
+                for name, parameter in zip(item.names, item.parameters, strict=True):
                     if parameter.grad is not None:
                         raise ScheduleError(
                             f"{name} got a gradient after the last reduction of its unit: a parameter's gradient must "
@@ -200,7 +147,7 @@ class UnitGradients:
             work.wait()
             if (received := result()) is None:
                 continue
-            if self._offloaded is None or not self._offloaded.arrived(item.bucket, received, item.present):
+            if self._offloaded is None or not self._offloaded.arrived(item, received):
                 item.add(received)
         self._under_way.clear()
 
@@ -237,12 +184,11 @@ class GradientReducer:
         dealt = [item for item in trained if not item.is_even]
         self.buckets = _buckets_of(mesh, parameters, dealt)
         staying = [item for item in dealt if item.name not in offloaded]
-        reduced = self.buckets if len(staying) == len(dealt) else _buckets_of(mesh, parameters, staying)
+        self._owned = self.buckets if len(staying) == len(dealt) else _buckets_of(mesh, parameters, staying)
         places = {item.name: place for place, item in enumerate(trained)}
         evenly = () if even is None else [s for s in even.trained if s.flat.names[0] not in offloaded]
-        self._owned = [_Owned(bucket, mesh) for bucket in reduced]
-        self._reduced: list[FlatShard | _Owned] = [*self._owned, *evenly]
-        self._reduced.sort(key=lambda item: max(places[name] for name in item.bucket.names))
+        self._reduced: list[Bucket] = [*self._owned, *evenly]
+        self._reduced.sort(key=lambda item: max(places[name] for name in item.names))
         self._trained = {item.name for item in trained}
         self._tied = [item for item in mesh.held if item.requires_grad and len(item.stages) > 1]
         self._launched: list[Begun] = []
@@ -314,7 +260,7 @@ class GradientReducer:
             self._launch(item)
         for item, (work, result) in zip(self._reduced, self._launched, strict=True):
             yield work
-            _refuse_late(item.bucket)
+            _refuse_late(item)
             if (received := result()) is None:
                 continue
             if len(self._replicates) > 1:
@@ -377,10 +323,9 @@ class GradientReducer:
 
     def keep_layouts(self) -> None:
         """Remember the shapes and strides of the parameters, of which some may lose their memory now."""
-        if not self.buckets or not self.buckets[0].layouts:
-            self.buckets = tuple(bucket.with_layouts() for bucket in self.buckets)
-            for item in self._owned:
-                item.bucket = item.bucket.with_layouts()
+        for bucket in {*self.buckets, *self._owned}:
+            if bucket.layouts is bucket.parameters:
+                bucket.keep_layouts()
 
     def gather_parameters(self, home: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[Work]:
         """Give every data-parallel rank the parameters that their owners updated (ZeRO-1, ZeRO-2).
@@ -391,9 +336,8 @@ class GradientReducer:
         if not self._mesh.is_sharded or zero_stage >= ZeroStage.PARAMETERS:
             return
         pending: list[tuple[Work, Callable[[], None]]] = []
-        evenly = () if self._even is None else self._even.give_out(home)
-        for item in chain(evenly, give_out(self.buckets, home, self._mesh, self._transport)):
-            pending.append(item)
+        for bucket in (*(() if self._even is None else self._even.trained), *self.buckets):
+            pending.append(bucket.give_out(home, self._mesh, self._transport))
             if len(pending) == _BUCKETS_IN_FLIGHT:
                 yield from _waited(pending.pop(0))
         for item in pending:
@@ -408,12 +352,12 @@ class GradientReducer:
         while len(self._launched) < len(self._reduced):
             item = self._reduced[len(self._launched)]
             # The last to come is the last of its bucket, mostly.
-            if not all(parameter in self._ready for parameter in reversed(item.bucket.parameters)):
+            if not all(parameter in self._ready for parameter in reversed(item.parameters)):
                 return
             self._launch(item)
 
-    def _launch(self, item: FlatShard | _Owned) -> None:
-        self._launched.append(item.begin(self._transport, self._group, 1.0 / self._mesh.plan.num_loaders))
+    def _launch(self, item: Bucket) -> None:
+        self._launched.append(item.begin(self._mesh, self._transport))
 
     def _check_known(self) -> None:
         for name, parameter in self._parameters.items():

@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.communication import TensorWork, Transport, Work
+from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, let_go
 from lightning_mist.runtime.parameters import (
     AbsentGradient,
+    Begun,
     Bucket,
     EvenShards,
     FlatShard,
     UnitKey,
     check_dense,
+    either,
     gradient_dtype,
     owned_buckets,
 )
@@ -35,52 +37,39 @@ from lightning_mist.schedule.stage_units import ShardUnit
 class GradientSum:
     """Gradients of one unit that one rank updates: at ``home`` in host memory, ``flat`` in a device buffer meanwhile.
 
+    Where ranks share them out evenly the sum is of this rank's piece, before ZeRO-2 of all until the last backward.
+
     Attributes:
-        even: What ranks share out evenly of them: the sum is of this rank's piece, before ZeRO-2 of all until the last
-            backward.
-        form: Like the flat tensor that holds them; where ranks reduce them to an owner, behind them one number for each
-            that says how many ranks had one.
+        form: Like the flat tensor that holds them, at its end ``num_counts`` numbers: how many ranks had each.
         present: Which of them this rank had.
         earlier, earlier_present: The same of earlier batches, to which this one's will be added.
-        sent: What travels to other ranks: they in the type that is computed in.
-        work: Their way there; ``piece`` of those that are shared out evenly.
+        sent: What travels to other ranks: they in the type that is computed in; behind that what has arrived.
+        begun: Their way there.
     """
 
-    def __init__(self, bucket: Bucket, *, is_mine: bool, even: FlatShard | None = None) -> None:
-        self.bucket, self.is_mine, self.even = bucket, is_mine, even
+    def __init__(self, bucket: Bucket, *, is_mine: bool) -> None:
+        self.bucket, self.is_mine = bucket, is_mine
         self.form = torch.empty(0)
         self.home: Tensor | None = None
         self.earlier: Tensor | None = None
         self.flat: Tensor | None = None
         self.sent: Tensor | None = None
-        self.present: list[bool] = []
+        self.num_counts = 0
+        self.present = [False] * len(bucket.names)
         self.earlier_present: list[bool] = []
-        self.work: Work | None = None
-        self.piece: TensorWork | None = None
+        self.begun: Begun | None = None
 
     def lay_out(self, *, is_reduced: bool, adds_whole: bool) -> None:
         """Take the shapes and strides that the parameters have now."""
-        self.bucket = self.bucket.with_layouts()
-        size = self.bucket.numel + is_reduced * len(self.bucket.names)
-        if self.even is not None:
-            size = self.even.flat.piece * (self.even.flat.degree if adds_whole else 1)
-        self.form = torch.empty(size, dtype=gradient_dtype(self.bucket.parameters[0]), device="meta")
-
-    def views(self) -> list[Tensor]:
-        """A view of each gradient in its buffer."""
-        assert self.flat is not None
-        return self.bucket.views(self.flat) if self.even is None else self.even.views(self.flat)
-
-    def own(self, flat: Tensor) -> Tensor:
-        """What of a flat tensor is of gradients that this rank updates."""
-        if self.even is None:
-            return flat[: self.bucket.numel]
-        place = self.even.parts[0].place if len(flat) > self.even.flat.piece else 0
-        return flat[place * self.even.flat.piece :][: self.even.flat.piece]
+        self.bucket.keep_layouts()
+        like = torch.empty(0, dtype=gradient_dtype(self.bucket.parameters[0]), device="meta")
+        self.num_counts = is_reduced * self.bucket.num_counts
+        whole = like.new_empty(self.bucket.numel + self.num_counts)
+        self.form = whole if adds_whole else self.bucket.own_of(whole)
 
     def own_views(self, flat: Tensor) -> list[Tensor]:
         """A view of what of each gradient this rank updates."""
-        return self.bucket.views(flat) if self.even is None else self.even.pieces(self.own(flat))
+        return self.bucket.pieces(self.bucket.own_of(flat))
 
 
 class OffloadedGradients:
@@ -121,11 +110,11 @@ class OffloadedGradients:
         self._of: dict[UnitKey, list[GradientSum]] = {}
         for key, unit in units.items():
             for shard in () if even is None else even.updated_with(key):
-                if shard.flat.names[0] in self.names:
-                    self._of.setdefault(key, []).append(GradientSum(shard.bucket, is_mine=True, even=shard))
+                if shard.names[0] in self.names:
+                    self._of.setdefault(key, []).append(GradientSum(shard, is_mine=True))
             names = (name for name in unit.reduced if name in self.names and name in owners)
             for bucket in owned_buckets(names, parameters, owners):
-                is_mine = bucket.owner in (None, mesh.shard_index)
+                is_mine = bucket.is_mine(mesh)
                 # From ZeRO-2 on others' gradients never stay.
                 if is_mine or not self._shares:
                     self._of.setdefault(key, []).append(GradientSum(bucket, is_mine=is_mine))
@@ -147,7 +136,7 @@ class OffloadedGradients:
     def keep_layouts(self) -> None:
         """Remember the shapes and strides of the parameters, of which some may lose their memory now."""
         for _, item in self._place_of.values():
-            if not item.bucket.layouts:
+            if item.bucket.layouts is item.bucket.parameters:
                 item.lay_out(is_reduced=len(self._group) > 1, adds_whole=not self._shares)
 
     # While a batch runs ----------------------------------------------------------------------------------------------
@@ -158,17 +147,17 @@ class OffloadedGradients:
         self._stored.clear()
         self._largest.clear()
         for item in self._mine():
+            item.bucket.forget()
             is_kept = not set(earlier).isdisjoint(item.bucket.parameters)
             item.earlier_present = item.present if is_kept else []
 
     def load(self, key: UnitKey, *, owned: bool = False) -> None:
         """Start to fetch a unit's sums, or of these only what this rank updates."""
-        there = [(flat, item) for flat, item in self._in_buffer(key) if item.is_mine or not owned]
-        pairs = [
-            (item.own(flat), item.own(item.home)) if owned and item.even is not None else (flat, item.home)
-            for flat, item in there
-            if item.home is not None
-        ]
+        pairs = []
+        for flat, item in self._in_buffer(key):
+            if item.home is not None and (item.is_mine or not owned):
+                own = item.bucket.own_of
+                pairs.append((own(flat), own(item.home)) if owned else (flat, item.home))
         if pairs:
             targets, sources = zip(*pairs, strict=True)
             self._arriving[key] = self._streams.load(targets, sources, after=[self._left.get(self._buffer_of[key])])
@@ -178,9 +167,9 @@ class OffloadedGradients:
         self._enter(key)
         for item in self._of.get(key, ()):
             check_dense(item.bucket, len(self._group))
-            if item.even is not None and item.flat is not None and self._stored[key] == 0:
-                item.even.zero_gaps(item.flat)
-            for index, (parameter, view) in enumerate(zip(item.bucket.parameters, item.views(), strict=True)):
+            assert item.flat is not None
+            views = item.bucket.views(item.flat)
+            for index, (parameter, view) in enumerate(zip(item.bucket.parameters, views, strict=True)):
                 gradient, is_first = parameter.grad, self._stored[key] == 0
                 if gradient is None:
                     if is_first:
@@ -191,16 +180,17 @@ class OffloadedGradients:
                 item.present[index] = True
                 parameter.grad = None
 
-    def arrived(self, bucket: Bucket, fresh: Tensor, present: list[bool]) -> bool:
+    def arrived(self, bucket: Bucket, fresh: Tensor) -> bool:
         """Add what ranks have reduced to this one; False if that is not offloaded."""
         key, item = self._place_of.get(bucket.names, (None, None))
         if key is None or item is None:
             return False
+        had = bucket.present
         self._enter(key)
         assert item.flat is not None
         self._streams.uses([fresh], [item.flat])
         item.flat.add_(fresh) if self._stored[key] else item.flat.copy_(fresh)
-        item.present = _either(item.present, present)
+        item.present = either(item.present, had)
         return True
 
     def is_there(self, key: UnitKey) -> bool:
@@ -212,20 +202,10 @@ class OffloadedGradients:
         self.add(key)
         for item in self._of.get(key, ()):
             assert item.flat is not None
-            if item.even is not None:
-                item.flat.mul_(1.0 / self._mesh.plan.num_loaders)
-                item.even.present = _either(item.present, item.even.present)
-                item.sent = item.flat.to(item.bucket.parameters[0].dtype).view(item.even.flat.degree, -1)
-                item.piece = self._transport.reduce_scatter(item.sent, self._group)
-                continue
             item.flat[: item.bucket.numel].mul_(1.0 / self._mesh.plan.num_loaders)
-            for flag, is_present in zip(item.flat[item.bucket.numel :], item.present, strict=True):
-                flag.fill_(float(is_present))
+            item.bucket.mark(item.flat, item.present)
             item.sent = item.flat.to(item.bucket.parameters[0].dtype)
-            if item.bucket.owner is None:
-                item.work = self._transport.all_reduce(item.sent, self._group)
-            else:
-                item.work = self._transport.reduce(item.sent, self._mesh.shard_peers[item.bucket.owner], self._group)
+            item.begun = item.bucket.reduce(item.sent, self._mesh, self._transport)
 
     def store(self, key: UnitKey) -> None:
         """Start to write a unit's sums back; they are complete after the last backward of its stage."""
@@ -237,28 +217,27 @@ class OffloadedGradients:
         is_last = self._stored[key] == self._backwards[key[0]]
         leaving = [item for item in self._of[key] if item.is_mine or not is_last]
         for item in self._of[key]:
-            if item.piece is not None:
-                item.sent = item.piece.result()
-            elif item.work is not None:
-                item.work.wait()
+            if item.begun is not None:
+                work, result = item.begun
+                work.wait()
+                item.sent = result()
             elif is_last and not self._shares and self._mesh.plan.num_loaders > 1:
                 assert item.flat is not None
                 item.flat.mul_(1.0 / self._mesh.plan.num_loaders)
             if is_last and item.is_mine:
                 self._complete(item)
-            item.work, item.piece, item.sent = None, None, None
+            item.begun, item.sent = None, None
         for item in leaving:
             # Not before: a step that was left to this batch has fetched what is at home.
             if item.earlier_present and self._stored[key] == 1:
                 item.earlier, item.home = item.home, item.earlier
             if item.home is None:
                 # With one backward nothing but the sum over ranks ever leaves.
-                is_piece = is_last and item.even is not None
-                (item.home,) = self._pool.take([item.own(item.form) if is_piece else item.form])
-        moves: list[Any] = [(item, item.home, item.flat) for item in leaving]
-        homes = [item.own(home) if is_last and item.even is not None else home for item, home, _ in moves]
-        flats = [item.own(flat) if is_last and item.even is not None else flat for item, _, flat in moves]
-        self._left[self._buffer_of[key]] = self._streams.store(homes, flats)
+                (item.home,) = self._pool.take([item.bucket.own_of(item.form) if is_last else item.form])
+        moves: list[Any] = [(item.home, item.flat) for item in leaving]
+        if is_last:
+            moves = [tuple(map(item.bucket.own_of, move)) for item, move in zip(leaving, moves, strict=True)]
+        self._left[self._buffer_of[key]] = self._streams.store([home for home, _ in moves], [flat for _, flat in moves])
         for item in self._of[key]:
             item.flat = None
 
@@ -268,7 +247,7 @@ class OffloadedGradients:
         if len(self._replicates) > 1 and self._mesh.is_sharded:
             self._transport.all_reduce(item.flat if item.sent is None else item.sent, self._replicates).wait()
         if item.sent is not None and item.sent is not item.flat:
-            (item.flat if item.even is None else item.own(item.flat)).copy_(item.sent)
+            item.bucket.own_of(item.flat).copy_(item.sent)
         self._look(item.bucket.names, item.own_views(item.flat))
 
     def finish(self) -> None:
@@ -288,7 +267,7 @@ class OffloadedGradients:
         """Leave everything where a batch ended in an error."""
         self._arriving.clear()
         for _, item in self._place_of.values():
-            item.flat, item.sent, item.work, item.piece = None, None, None, None
+            item.flat, item.sent, item.begun = None, None, None
 
     def end(self) -> None:
         """Leave gradients where they are made from now on."""
@@ -327,8 +306,7 @@ class OffloadedGradients:
     def install(self, factor: Tensor) -> None:
         """Let parameters say that they have gradients: those of the batch, times a factor, and of earlier ones."""
         for item in self._mine():
-            if item.even is not None:
-                item.present = item.even.present
+            item.present = either(item.present, item.bucket.present)
         if any(item.earlier_present for item in self._mine()):
             self._put_together(factor)
         else:
@@ -336,15 +314,15 @@ class OffloadedGradients:
             if not (factor.device.type == "cpu" and factor == 1.0):
                 self.multiply(factor)
         for item in self._mine():
-            for index, is_there in enumerate(self._there(item, item.home, item.present)):
-                if item.even is None or item.even.parts[index].is_mine:
-                    parameter = item.bucket.parameters[index]
-                    if parameter.grad is not None and type(parameter.grad) is not AbsentGradient:
-                        raise PlanError(
-                            f"the gradient of {item.bucket.names[index]} was replaced while its values are in host "
-                            "memory: put gradients there under a plan with offload.gradients = 0"
-                        )
-                    parameter.grad = AbsentGradient.of(parameter) if is_there else None
+            there = self._there(item, item.home, item.present)
+            for index in item.bucket.mine:
+                parameter = item.bucket.parameters[index]
+                if parameter.grad is not None and type(parameter.grad) is not AbsentGradient:
+                    raise PlanError(
+                        f"the gradient of {item.bucket.names[index]} was replaced while its values are in host "
+                        "memory: put gradients there under a plan with offload.gradients = 0"
+                    )
+                parameter.grad = AbsentGradient.of(parameter) if there[index] else None
 
     def _put_together(self, factor: Tensor) -> None:
         """Add this batch's gradients to those of earlier batches, in host memory."""
@@ -352,34 +330,24 @@ class OffloadedGradients:
         for item in self._mine():
             if item.home is None:
                 continue
-            values = item.own(item.home).mul_(factor.to(item.home.device))
+            values = item.own_views(item.home)
+            torch._foreach_mul_(values, factor.to(item.home.device))
             if item.earlier is not None and item.earlier_present:
-                earlier = item.own(item.earlier)
+                earlier = item.own_views(item.earlier)
                 for change in self._changes:
-                    change([earlier])
-                self._clear_earlier(item)
+                    change(earlier)
+                stands = [self._stands(name) for name in item.bucket.names]
+                for view, is_there in zip(earlier, stands, strict=True):
+                    if not is_there:
+                        view.zero_()  # cleared since the batch began
+                torch._foreach_add_(values, earlier)
                 before = self._there(item, item.earlier, item.earlier_present)
-                now = self._there(item, item.home, item.present)
-                values.add_(earlier)
-                if item.even is None:
-                    item.home[item.bucket.numel :].add_(item.earlier[item.bucket.numel :])
-                item.present = _either(before, now)
+                before = [had and is_there is not None for had, is_there in zip(before, stands, strict=True)]
+                item.present = either(before, self._there(item, item.home, item.present))
                 let_go(item.earlier)
-            self._look(item.bucket.names, item.own_views(item.home))
+            self._look(item.bucket.names, values)
             let_go(item.home)
         self._changes.clear()
-
-    def _clear_earlier(self, item: GradientSum) -> None:
-        """Leave out what has been cleared since the batch began."""
-        assert item.earlier is not None
-        for index, view in enumerate(item.own_views(item.earlier)):
-            is_there = self._stands(item.bucket.names[index])
-            if not is_there:
-                view.zero_()
-            if is_there is None:
-                item.earlier_present = [*item.earlier_present[:index], False, *item.earlier_present[index + 1 :]]
-                if item.even is None:
-                    item.earlier[item.bucket.numel :][index:][:1] = 0.0
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply all gradients, when they are fetched."""
@@ -445,7 +413,7 @@ class OffloadedGradients:
             if self._there(item, item.home, item.present)[index]:
                 assert item.home is not None
                 view = item.own_views(item.home)[index].to(self._streams.ops.device, copy=True)
-                if item.even is None:
+                if not isinstance(item.bucket, FlatShard):
                     item.bucket.parameters[index].grad = view
                 elif type(stand_in := item.bucket.parameters[index].grad) is AbsentGradient:
                     stand_in.piece = view
@@ -457,7 +425,6 @@ class OffloadedGradients:
             if parameter.grad is not None and item.is_mine:
                 assert item.home is not None
                 item.bucket.views(item.home)[index].copy_(parameter.grad)
-                item.home[item.bucket.numel :][index:][:1] = 1.0
                 item.present[index] = True
                 self._look([item.bucket.names[index]], [parameter.grad])
             parameter.grad = None
@@ -470,12 +437,8 @@ class OffloadedGradients:
 
     def _there(self, item: GradientSum, home: Tensor | None, present: list[bool]) -> list[bool]:
         """Which of the parameters have a gradient at ``home``, on any rank."""
-        if home is None or all(present) or len(self._group) == 1 or item.even is not None:
+        if home is None or all(present) or not item.num_counts:
             return present
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
         self._streams.settle()
-        return [count != 0 for count in home[len(home) - len(present) :].tolist()]
-
-
-def _either(one: list[bool], other: list[bool]) -> list[bool]:
-    return [a or b for a, b in zip(one, other, strict=True)] if one else other
+        return either(present, [count != 0 for count in home[-item.num_counts :].tolist()])

@@ -318,7 +318,7 @@ class OffloadedState:
         self._set(views)
         fetched = {p: value for (p, path), value in views.items() if path is _MASTER}
         flats = self._flats_of(key)
-        in_flats = {parameter for shard in flats for parameter in shard.bucket.parameters}
+        in_flats = {parameter for shard in flats for parameter in shard.parameters}
         moved = [shard for shard in flats if shard in fetched]
         with ExitStack() as stack:
             for shard in moved:

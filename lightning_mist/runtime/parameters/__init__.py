@@ -13,15 +13,17 @@ from lightning_mist.runtime.parameters.absent_parameters import (
     works,
 )
 from lightning_mist.runtime.parameters.buckets import (
+    Begun,
     Bucket,
     check_dense,
+    either,
     gradient_dtype,
     make_buckets,
     owned_buckets,
 )
 from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of, unversioned
 from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
-from lightning_mist.runtime.parameters.even_shards import Begun, EvenShards, FlatShard
+from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard
 from lightning_mist.runtime.parameters.flat_parts import AnyPart, pieces_of
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.masters import MasterWeights, check_gradient_types, computing
@@ -38,5 +40,5 @@ from lightning_mist.runtime.parameters.optimizer_cut import (
     restrict_optimizer,
 )
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
-from lightning_mist.runtime.parameters.unit_gather import UnitGather, give_out
+from lightning_mist.runtime.parameters.unit_gather import UnitGather
 from lightning_mist.runtime.parameters.unit_shards import UnitKey, UnitShards

@@ -1,67 +1,138 @@
 """Parameters in flat buffers, so that a few large transfers carry many small tensors."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.devices import read
 from lightning_mist.errors import PlanError
+from lightning_mist.plan.mesh import Mesh
 from lightning_mist.plan.sharding import BUCKET_BYTES, FIRST_BUCKET_BYTES, deal_buckets
+from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.tensors import is_hollow
+
+Begun: TypeAlias = tuple[Work, Callable[[], Tensor | None]]
+"""A reduction that has begun, and what gives, when it is complete, what of it is this rank's; None if nothing is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parameters of one dtype on one device that travel together.
+    """Parameters of one dtype on one device that travel together: values from their owner, gradients to it or to all.
+
+    Args:
+        items: The parameters with their names.
+        alignment: Elements at whose multiples each begins in a flat buffer.
 
     Attributes:
-        owner: Data-parallel index that owns them; None if every rank updates them.
-        layouts: For each parameter a tensor without memory, of its shape and strides; empty where the parameters
-            themselves always have memory to show them.
+        owner: Place in a shard group that updates them; None if every rank does.
+        mine: Indices of the parameters of which a rank that updates some does something: here of all.
+        num_counts: Elements behind the others in a buffer of gradients: for each parameter how many ranks had one.
+        layouts: Tensors of their shapes and strides: they themselves, until :meth:`keep_layouts`.
+        fresh: Gradients of the batch that runs, or has just run, as far as ranks have reduced them to this one.
+        present: Which parameters had a gradient on this rank in that batch.
     """
 
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
-    owner: int | None = None
-    layouts: tuple[Tensor, ...] = ()
+    def __init__(
+        self, items: Sequence[tuple[str, nn.Parameter]], owner: int | None = None, *, alignment: int = 1
+    ) -> None:
+        self.names, self.parameters = tuple(name for name, _ in items), tuple(parameter for _, parameter in items)
+        self.owner, self._alignment, self.layouts = owner, alignment, tuple[Tensor, ...](self.parameters)
+        self.num_counts = len(self.names)
+        self.mine: Sequence[int] = range(len(self.names))
+        self.forget()
 
-    @classmethod
-    def of(cls, items: Sequence[tuple[str, nn.Parameter]], owner: int | None = None) -> "Bucket":
-        """A bucket of parameters, given with their names."""
-        return cls(
-            names=tuple(name for name, _ in items), parameters=tuple(parameter for _, parameter in items), owner=owner
+    def forget(self) -> None:
+        """A batch begins, or the one before is of no use."""
+        self.fresh: Tensor | None = None
+        self.present = [False] * len(self.names)
+
+    def keep_layouts(self) -> None:
+        """Remember the shapes and strides that the parameters have now: they are about to lose their memory."""
+        self.layouts = tuple(
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in self.parameters
         )
 
-    def with_layouts(self) -> "Bucket":
-        """The same bucket, which remembers the shapes and strides that its parameters have now."""
-        layouts = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in self.parameters]
-        return replace(self, layouts=tuple(layouts))
+    def is_mine(self, mesh: Mesh) -> bool:
+        """Whether a rank updates something of them."""
+        return self.owner in (None, mesh.shard_index)
+
+    # A flat buffer ---------------------------------------------------------------------------------------------------
 
     @property
     def numel(self) -> int:
-        """Number of elements of all parameters."""
-        return sum(parameter.numel() for parameter in self.parameters)
+        """Elements of a flat buffer of all parameters."""
+        return padded_numel(self.layouts, self._alignment)
 
-    def empty(self, *, extra: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-        """A flat buffer for the parameters, with ``extra`` elements at its end; by default of their type."""
-        first = self.parameters[0]
-        return torch.empty(self.numel + extra, dtype=dtype or first.dtype, device=first.device)
+    def buffer(self, dtype: torch.dtype, extra: int = 0) -> Tensor:
+        """A flat buffer without values, with ``extra`` elements at its end."""
+        return torch.empty(self.numel + extra, dtype=dtype, device=self.parameters[0].device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A view into a flat buffer for each parameter, of its shape and strides."""
-        return views_like(flat, self.layouts or self.parameters)
+        return views_like(flat, self.layouts, alignment=self._alignment)
 
-    def move_gradients(self, views: Sequence[Tensor], flat: Tensor, *, scale: float, ranks: int) -> list[bool]:
-        """Move the parameters' gradients, times ``scale``, into views of a flat buffer, and zeros where there are none.
+    def own_of(self, flat: Tensor) -> Tensor:
+        """What of a flat buffer, or of that alone, is of what this rank updates, if it does."""
+        return flat
 
-        Returns:
-            Which parameters had a gradient. None has one afterwards.
+    def pieces(self, own: Tensor) -> list[Tensor]:
+        """A view for each parameter of what of it this rank updates."""
+        return self.views(own)
+
+    def cut(self, index: int, value: Tensor) -> Tensor:
+        """What of a parameter's value this rank updates."""
+        return value
+
+    def keep(self, own: Tensor, values: Sequence[Tensor]) -> None:
+        """Fill this rank's from whole values, in the order of the parameters, as far as these are here."""
+        there = [index for index, value in enumerate(values) if not is_hollow(value)]
+        cut, pieces = [self.cut(index, values[index]) for index in there], self.pieces(own)
+        if there:
+            torch._foreach_copy_([pieces[index] for index in there], cut)
+
+    def put(self, own: Tensor, index: int, value: Tensor) -> None:
+        """Fill one parameter's place in this rank's from its whole value."""
+        self.pieces(own)[index].copy_(self.cut(index, value))
+
+    # Values ----------------------------------------------------------------------------------------------------------
+
+    def computed_with(self, casts: Mapping[str, Tensor]) -> list[Tensor]:
+        """What is computed with: casts of the parameters where there are any, or they."""
+        return [casts.get(name, p.detach()) for name, p in zip(self.names, self.parameters, strict=True)]
+
+    def gather(self, flat: Tensor, mesh: Mesh, transport: Transport) -> Work:
+        """Begin to give every rank of a shard group the values in a flat buffer of who updates them."""
+        assert self.owner is not None
+        return transport.broadcast(flat, mesh.shard_peers[self.owner], tuple(sorted(mesh.shard_peers)))
+
+    def give_out(
+        self, computed: Mapping[str, Tensor], mesh: Mesh, transport: Transport
+    ) -> tuple[Work, Callable[[], None]]:
+        """After an update: give every rank of a group what it computes with, and what is to be done behind that.
+
+        Args:
+            computed: That by canonical name, where it is another tensor than the parameter.
+        """
+        values = self.computed_with(computed)
+        flat = self.buffer(values[0].dtype)
+        views = views_like(flat, values)
+        mine, others = (self.mine, ()) if self.is_mine(mesh) else ((), self.mine)
+        copy_some(views, values, mine)
+        return self.gather(flat, mesh, transport), partial(copy_some, values, views, others)
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    def begin(self, mesh: Mesh, transport: Transport) -> Begun:
+        """Begin to reduce the parameters' gradients, which they lose, to the mean over all ranks' batches.
 
         Raises:
             PlanError: If a gradient is not dense.
         """
-        check_dense(self, ranks)
-        gradients = [parameter.grad for parameter in self.parameters]
+        check_dense(self, len(mesh.shard_peers))
+        flat, scale = self.buffer(self.parameters[0].dtype, self.num_counts), 1.0 / mesh.plan.num_loaders
+        views, gradients = self.views(flat), [parameter.grad for parameter in self.parameters]
         for gradient, view in zip(gradients, views, strict=True):
             if gradient is None:
                 view.zero_()
@@ -73,10 +144,56 @@ class Bucket:
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         if not is_cast:
-            flat.mul_(scale)
+            flat[: self.numel].mul_(scale)
         for parameter in self.parameters:
             parameter.grad = None
-        return [gradient is not None for gradient in gradients]
+        self.mark(flat, [gradient is not None for gradient in gradients])
+        return self.reduce(flat, mesh, transport)
+
+    def mark(self, flat: Tensor, had: Sequence[bool]) -> None:
+        """Say of a buffer of gradients which there are: the others are zeros in it."""
+        self.present = either(self.present, had)
+        flags = flat[self.numel :].fill_(1.0)
+        for index, is_present in enumerate(had):
+            if not is_present:
+                flags[index] = 0.0
+
+    def reduce(self, flat: Tensor, mesh: Mesh, transport: Transport) -> Begun:
+        """Begin to add up a buffer of gradients over a shard group."""
+        group, is_mine = tuple(sorted(mesh.shard_peers)), self.is_mine(mesh)
+        if self.owner is None:
+            return transport.all_reduce(flat, group), lambda: flat
+        return transport.reduce(flat, mesh.shard_peers[self.owner], group), lambda: flat if is_mine else None
+
+    def add(self, reduced: Tensor) -> None:
+        """Add what ranks have reduced to this one."""
+        if self.fresh is None:
+            self.fresh = reduced.to(gradient_dtype(self.parameters[0]))
+        else:
+            self.fresh += reduced
+
+    def install(self) -> None:
+        """Give parameters their gradients; one that several chunks of this rank use has a sum of each."""
+        flat, present = self.fresh, self.present
+        self.forget()
+        if flat is None:
+            return
+        # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
+        counts = [1.0] * len(present) if all(present) else read(flat[self.numel :])
+        for parameter, view, count in zip(self.parameters, self.views(flat), counts, strict=True):
+            if count != 0:
+                parameter.grad = view if parameter.grad is None else parameter.grad.add_(view)
+
+
+def either(one: Sequence[bool], other: Sequence[bool]) -> list[bool]:
+    """Which of some are in one list, or in another."""
+    return [a or b for a, b in zip(one, other, strict=True)]
+
+
+def copy_some(targets: Sequence[Tensor], sources: Sequence[Tensor], indices: Sequence[int]) -> None:
+    """Copy those of these indices."""
+    if indices:
+        torch._foreach_copy_([targets[index] for index in indices], [sources[index] for index in indices])
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -96,7 +213,7 @@ def owned_buckets(
     for name in names:
         p = parameters[name]
         together.setdefault((owners[name], name in apart, p.dtype, p.device), []).append((name, p))
-    return [Bucket.of(items, owner) for (owner, *_), items in together.items()]
+    return [Bucket(items, owner) for (owner, *_), items in together.items()]
 
 
 def check_dense(bucket: Bucket, ranks: int) -> None:
@@ -158,7 +275,7 @@ def make_buckets(
     sizes = [parameter.numel() * parameter.element_size() for _, parameter, _ in parameters]
     keys = [(owner, parameter.dtype, parameter.device) for _, parameter, owner in parameters]
     dealt = deal_buckets(sizes, keys, capacity=capacity, first_capacity=first_capacity)
-    return tuple(Bucket.of([parameters[i][:2] for i in indices], parameters[indices[0]][2]) for indices in dealt)
+    return tuple(Bucket([parameters[i][:2] for i in indices], parameters[indices[0]][2]) for indices in dealt)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +19,14 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.absent_parameters import AbsentGradient, present_meanwhile, shared_out
-from lightning_mist.runtime.parameters.buckets import Bucket, gradient_dtype
+from lightning_mist.runtime.parameters.buckets import Begun, Bucket, copy_some, either
 from lightning_mist.runtime.parameters.flat_parts import FlatPart
 from lightning_mist.schedule.flats import Flat
 from lightning_mist.schedule.stage_program import Key
-from lightning_mist.tensors import is_hollow
-
-Begun: TypeAlias = tuple[Work, Callable[[], Tensor | None]]
-"""A reduction that has begun, and what gives, when it is complete, what of it is this rank's; None if nothing is."""
 
 
-class FlatShard:
-    """A rank's piece of one flat buffer.
+class FlatShard(Bucket):
+    """Parameters in one flat buffer of which every rank of a shard group updates a piece.
 
     Attributes:
         shapes: Of what lies in the buffer.
@@ -39,20 +34,21 @@ class FlatShard:
             under ZeRO-3. None while it is in host memory.
         home: Its place there, if it has one.
         kept: The piece of what is computed with under ZeRO-3; may be ``updated``.
-        gradient: The piece of the gradients that the parameters have.
-        fresh: Of those of the batch that runs, or has just run; none of a parameter is zeros.
+        gradient: The piece of the gradients that the parameters have. In ``fresh`` none of a parameter is zeros.
         mine: Indices of the parameters of which something lies in this rank's piece.
         foreign: Those of which something lies in another's.
     """
 
-    def __init__(self, flat: Flat, bucket: Bucket, parts: Sequence[FlatPart]) -> None:
-        self.flat, self.bucket, self.parts = flat, bucket, parts
-        self.shapes = [part.inner_shape for part in parts]
+    def __init__(self, flat: Flat, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, FlatPart]) -> None:
+        super().__init__([(name, parameters[name]) for name in flat.names])
+        self.flat, self.parts, self.num_counts = flat, [parts[name] for name in flat.names], 0
+        self.shapes = [part.inner_shape for part in self.parts]
         # Shape, strides and start of each parameter, and of what of it is this rank's, and what lies between them.
         strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
         self._places = list(zip(self.shapes, strides, flat.starts, strict=False))
-        first, sizes = parts[0].place * flat.piece, [high - low for low, high in (part.span for part in parts)]
-        starts = [min(max(start - first, 0), flat.piece) for start in flat.starts]
+        self._first = self.parts[0].place * flat.piece
+        sizes = [high - low for low, high in (part.span for part in self.parts)]
+        starts = [min(max(start - self._first, 0), flat.piece) for start in flat.starts]
         self._own_places = [((size,), (1,), start) for size, start in zip(sizes, starts, strict=False)]
         ends = [start + size for start, size in zip(flat.starts, flat.sizes, strict=False)]
         gaps = zip(ends, (*flat.starts[1:-1], flat.piece * flat.degree), strict=True)
@@ -61,30 +57,30 @@ class FlatShard:
         self.home: Tensor | None = None
         self.kept: Tensor | None = None
         self.gradient: Tensor | None = None
-        self.fresh: Tensor | None = None
-        self.present = [False] * len(parts)
-        self.mine = [index for index, part in enumerate(parts) if part.is_mine]
-        self.foreign = [index for index, part in enumerate(parts) if part.span != (0, flat.sizes[index])]
+        self.mine = [index for index, part in enumerate(self.parts) if part.is_mine]
+        self.foreign = [index for index, part in enumerate(self.parts) if part.span != (0, flat.sizes[index])]
         self._stand_ins: dict[int, AbsentGradient] = {}
 
-    def views(self, buffer: Tensor) -> list[Tensor]:
+    @property
+    def numel(self) -> int:
+        """Elements of a whole buffer."""
+        return self.flat.piece * self.flat.degree
+
+    def views(self, flat: Tensor) -> list[Tensor]:
         """A view of each parameter's place in a whole buffer."""
-        return _views(buffer, self._places)
+        return _views(flat, self._places)
+
+    def own_of(self, flat: Tensor) -> Tensor:
+        """This rank's piece of a whole buffer, or of that alone."""
+        return flat[self._first :][: self.flat.piece] if len(flat) > self.flat.piece else flat
 
     def pieces(self, own: Tensor) -> list[Tensor]:
         """A view of what of each parameter lies in this rank's piece."""
         return _views(own, self._own_places)
 
-    def keep(self, own: Tensor, values: Sequence[Tensor]) -> None:
-        """Fill a piece from whole values, in the order of the parameters, as far as these are here."""
-        there = [index for index, value in enumerate(values) if not is_hollow(value)]
-        cut, pieces = [values[index].reshape(-1)[slice(*self.parts[index].span)] for index in there], self.pieces(own)
-        if there:
-            torch._foreach_copy_([pieces[index] for index in there], cut)
-
-    def put(self, own: Tensor, index: int, value: Tensor) -> None:
-        """Fill one parameter's place in a piece from its whole value."""
-        self.pieces(own)[index].copy_(value.reshape(-1)[slice(*self.parts[index].span)])
+    def cut(self, index: int, value: Tensor) -> Tensor:
+        """What of a parameter's value lies in this rank's piece."""
+        return value.reshape(-1)[slice(*self.parts[index].span)]
 
     def empty_piece(self, like: Tensor) -> Tensor:
         """Memory for a piece, of zeros: what no parameter has stays zero."""
@@ -98,18 +94,9 @@ class FlatShard:
         self.keep(own := self.empty_piece(values[0]), values)
         return own
 
-    def computed_with(self, casts: Mapping[str, Tensor]) -> list[Tensor]:
-        """What is computed with: casts of the parameters where there are any, or they."""
-        return [casts.get(n, p.detach()) for n, p in zip(self.flat.names, self.bucket.parameters, strict=True)]
-
-    def buffer(self, dtype: torch.dtype) -> Tensor:
-        """A whole buffer without values, a row for each rank."""
-        device = self.bucket.parameters[0].device
-        return torch.empty((self.flat.degree, self.flat.piece), dtype=dtype, device=device)
-
     def check(self) -> None:
         """Refuse what somebody put in place of gradients that ranks share out, or of a parameter's memory."""
-        for name, parameter in zip(self.flat.names, self.bucket.parameters, strict=True):
+        for name, parameter in zip(self.names, self.parameters, strict=True):
             is_known = parameter.grad is None or type(parameter.grad) is AbsentGradient
             # What is elsewhere has one number for all of its values.
             is_here = self.updated is None and any(parameter.data.stride())
@@ -124,10 +111,10 @@ class FlatShard:
         own = None if self.updated is None else self.pieces(self.updated)
         before = []
         for index in self.mine:
-            parameter = self.bucket.parameters[index]
+            parameter = self.parameters[index]
             before.append((parameter, value := parameter.data, stand_in := parameter.grad))
             parameter.grad = None
-            parameter.data = value.view(-1)[slice(*self.parts[index].span)] if own is None else own[index]
+            parameter.data = self.cut(index, value) if own is None else own[index]
             parameter.grad = shared_out(stand_in)
         return before
 
@@ -137,7 +124,7 @@ class FlatShard:
         pieces = self.pieces(self.gradient)
         for index in self.mine:
             if there[index]:
-                parameter, known = self.bucket.parameters[index], self._stand_ins.get(index)
+                parameter, known = self.parameters[index], self._stand_ins.get(index)
                 if known is None or known.dtype is not parameter.dtype:
                     known = self._stand_ins[index] = AbsentGradient.of(parameter)
                 known.piece, known.is_asked, known.fate = pieces[index], False, ()
@@ -149,27 +136,36 @@ class FlatShard:
         for known in self._stand_ins.values():
             known.piece = None
 
-    def begin(self, transport: Transport, group: tuple[int, ...], scale: float) -> Begun:
-        """Begin to reduce the parameters' gradients, which they lose, times ``scale``."""
-        buffer = self.buffer(self.bucket.parameters[0].dtype)
-        whole = buffer.view(-1)
-        self.zero_gaps(whole)
-        had = self.bucket.move_gradients(self.views(whole), whole, scale=scale, ranks=self.flat.degree)
-        self.present = [one or other for one, other in zip(self.present, had, strict=True)]
-        work = transport.reduce_scatter(buffer, group)
-        return work, work.result
+    def gather(self, flat: Tensor, mesh: Mesh, transport: Transport) -> Work:
+        """Begin to fill a whole buffer from all ranks' pieces in it."""
+        return transport.all_gather_into(flat, mesh.shard_peers)
 
-    def zero_gaps(self, whole: Tensor) -> None:
-        """Let a whole buffer be zero where no parameter is."""
-        for gap in self._gaps:
-            whole[gap].zero_()
-
-    def add(self, piece: Tensor) -> None:
-        """Add what ranks have reduced to this one."""
-        if self.fresh is None:
-            self.fresh = piece.to(gradient_dtype(self.bucket.parameters[0]))
+    def give_out(
+        self, computed: Mapping[str, Tensor], mesh: Mesh, transport: Transport
+    ) -> tuple[Work, Callable[[], None]]:
+        """See :meth:`Bucket.give_out`."""
+        values = self.computed_with(computed)
+        flat = self.buffer(values[0].dtype)
+        views = self.views(flat)
+        if self.updated is None:
+            # What of them is not its own will be overwritten.
+            copy_some(views, values, self.mine)
         else:
-            self.fresh += piece
+            self.own_of(flat).copy_(self.updated)
+        # What this rank has updated whole it has already, where that is what it computes with.
+        then = partial(copy_some, values, views, range(len(views)) if computed else self.foreign)
+        return self.gather(flat, mesh, transport), then
+
+    def mark(self, flat: Tensor, had: Sequence[bool]) -> None:
+        """Remember which gradients there are, of which ranks tell each other at the end, and let all else be zero."""
+        self.present = either(self.present, had)
+        for gap in self._gaps:
+            flat[gap].zero_()
+
+    def reduce(self, flat: Tensor, mesh: Mesh, transport: Transport) -> Begun:
+        """Begin to add up a buffer of gradients over a shard group, each rank its piece."""
+        work = transport.reduce_scatter(flat.view(self.flat.degree, -1), mesh.shard_peers)
+        return work, work.result
 
 
 def _views(buffer: Tensor, places: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> list[Tensor]:
@@ -189,14 +185,9 @@ class EvenShards:
         transport: Transport,
     ) -> None:
         self._mesh, self._transport, self.parts = mesh, transport, parts
-        self.shards = tuple(
-            FlatShard(
-                flat, Bucket.of([(name, parameters[name]) for name in flat.names]), [parts[name] for name in flat.names]
-            )
-            for flat in flats
-        )
+        self.shards = tuple(FlatShard(flat, parameters, parts) for flat in flats)
         self.trained = tuple(shard for shard in self.shards if shard.flat.is_trained)
-        self._of = {name: (shard, index) for shard in self.shards for index, name in enumerate(shard.flat.names)}
+        self._of = {name: (shard, index) for shard in self.shards for index, name in enumerate(shard.names)}
         self._updated_with: dict[Key, list[FlatShard]] = {}
         for shard in self.trained:
             self._updated_with.setdefault(shard.flat.reduced[0], []).append(shard)
@@ -207,7 +198,7 @@ class EvenShards:
         shard, index = self._of[name]
         if (there := shard.home if shard.updated is None else shard.updated) is not None:
             return shard.pieces(there)[index]
-        return shard.computed_with(home)[index].reshape(-1)[slice(*shard.parts[index].span)]
+        return shard.cut(index, shard.computed_with(home)[index])
 
     def updated_with(self, key: Key) -> Sequence[FlatShard]:
         """What is updated with a unit: with the first of those that use it."""
@@ -217,8 +208,8 @@ class EvenShards:
         """A batch begins; gradients are freed but those that ``earlier`` parameters have of batches before."""
         kept = set(earlier)
         for shard in self.trained:
-            shard.fresh, shard.present = None, [False] * len(shard.parts)
-            if kept.isdisjoint(shard.bucket.parameters):
+            shard.forget()
+            if kept.isdisjoint(shard.parameters):
                 shard.free_gradient()
 
     def finish(self) -> Iterator[Work]:
@@ -226,7 +217,7 @@ class EvenShards:
         present = [one for shard in self.trained for one in shard.present]
         if not present:
             return
-        device = self.trained[0].bucket.parameters[0].device
+        device = self.trained[0].parameters[0].device
         flags = torch.tensor(present, dtype=torch.float32).to(device)
         yield self._transport.all_reduce(flags, tuple(sorted(self._mesh.peers)))
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
@@ -237,7 +228,7 @@ class EvenShards:
     def end(self) -> None:
         """Nothing stands for gradients any more."""
         for shard in self.trained:
-            for parameter in shard.bucket.parameters:
+            for parameter in shard.parameters:
                 if type(parameter.grad) is AbsentGradient:
                     parameter.grad = None
 
@@ -249,7 +240,7 @@ class EvenShards:
             shard.check()
             if not (factor.device.type == "cpu" and factor == 1.0):
                 shard.fresh.mul_(factor)
-            had = [shared_out(parameter.grad) for parameter in shard.bucket.parameters]
+            had = [shared_out(parameter.grad) for parameter in shard.parameters]
             for new, before in zip(shard.pieces(shard.fresh), had, strict=True):
                 if before is not None:
                     new.add_(before)
@@ -261,7 +252,7 @@ class EvenShards:
     def shown(self, shards: Sequence[FlatShard] | None = None) -> Iterator[None]:
         """Inside, trained parameters, by default all, are and have the gradient of what of them is this rank's."""
         shards = self.trained if shards is None else shards
-        with present_meanwhile([parameter for shard in shards for parameter in shard.bucket.parameters]):
+        with present_meanwhile([parameter for shard in shards for parameter in shard.parameters]):
             for shard in shards:
                 shard.check()
             before = [item for shard in shards for item in shard.show()]
@@ -272,30 +263,3 @@ class EvenShards:
                     is_kept = parameter.grad is not None or shared_out(stand_in) is None
                     parameter.grad, parameter.data = None, value
                     parameter.grad = stand_in if is_kept else None
-
-    def give_out(
-        self, computed: Mapping[str, Tensor], shards: Sequence[FlatShard] | None = None
-    ) -> Iterator[tuple[Work, Callable[[], None]]]:
-        """After an update: give every rank of the group what it computes with, and what is to be done behind that.
-
-        Args:
-            computed: That by canonical name, where it is another tensor than the parameter.
-            shards: What was updated, by default all.
-        """
-        for shard in self.trained if shards is None else shards:
-            values = shard.computed_with(computed)
-            buffer = shard.buffer(values[0].dtype)
-            views = shard.views(buffer)
-            if shard.updated is None:
-                # What of them is not its own will be overwritten.
-                _copy(views, values, shard.mine)
-            else:
-                buffer[shard.parts[0].place].copy_(shard.updated)
-            work = self._transport.all_gather_into(buffer, self._mesh.shard_peers)
-            # What this rank has updated whole it has already, where that is what it computes with.
-            yield work, partial(_copy, values, views, range(len(views)) if computed else shard.foreign)
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor], indices: Sequence[int]) -> None:
-    if indices:
-        torch._foreach_copy_([targets[index] for index in indices], [sources[index] for index in indices])

@@ -68,7 +68,7 @@ class MasterWeights:
         self._held = {every[item.name]: item.name for item in held}
         self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.OPTIMIZER
         owner = {item.name: item.owner(mesh.stage) if self._shares else mesh.shard_index for item in held}
-        self._even = [] if even is None else [s for s in even.trained if s.flat.names[0] in values]
+        self._even = [] if even is None else [s for s in even.trained if s.names[0] in values]
         self._where = {
             item.name: f"{even.where} (zero_stage 1 or more)"
             if even is not None and item.is_even
@@ -78,7 +78,7 @@ class MasterWeights:
         }
         self._moved = [[name for name in names if name in owner and name not in self._where] for names in offloaded]
         in_host = set(chain.from_iterable(offloaded))
-        self.moved = [shard for shard in self._even if shard.flat.names[0] in in_host]
+        self.moved = [shard for shard in self._even if shard.names[0] in in_host]
         self._homes: dict[FlatShard, Tensor] = {}
         self.away = {name: every[name] for name in (*self._where, *chain.from_iterable(self._moved))}
         self._casts: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ class MasterWeights:
             if name not in in_shards and not is_hollow(value):
                 self._casts[name] = value.to(self.types[name])
         for shard in self._even:
-            whole = [parameter.detach() for parameter in shard.bucket.parameters]
+            whole = [parameter.detach() for parameter in shard.parameters]
             shard.updated = shard.empty_piece(whole[0])
             shard.keep(shard.updated, whole)
             if shard in self.moved:
@@ -135,8 +135,8 @@ class MasterWeights:
         elif name in self._masters:
             self._masters[name] = self._every[name].data = value
         for shard in self._even:
-            if name in shard.flat.names:
-                shard.put(shard.own(), shard.flat.names.index(name), value)
+            if name in shard.names:
+                shard.put(shard.own(), shard.names.index(name), value)
                 let_go(shard.own())
         if self._shards is None or not self._shards.give(name, value):
             self._casts[name] = value.to(self.types[name])
@@ -212,7 +212,7 @@ class MasterWeights:
             if shard.kept is not None:
                 shard.kept.copy_(shard.updated)
                 continue
-            pairs = zip(shard.flat.names, shard.parts, strict=True)
+            pairs = zip(shard.names, shard.parts, strict=True)
             casts = [self.cast_of(name).view(-1)[slice(*part.span)] for name, part in pairs]
             torch._foreach_copy_(casts, shard.pieces(shard.updated))
 

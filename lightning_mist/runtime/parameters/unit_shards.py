@@ -21,7 +21,7 @@ gives back is used again only behind the computation that read it, and nothing n
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,9 @@ from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
-from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
+from lightning_mist.runtime.parameters.buckets import Bucket
 from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard
 from lightning_mist.schedule.stage_units import ShardUnit
-from lightning_mist.tensors import is_hollow
 
 UnitKey = tuple[int, int]
 """Stage and unit."""
@@ -51,7 +50,7 @@ class _Shard:
     Attributes:
         first: The first unit that uses them.
         is_trained: Whether they were when training began: what is frozen later may have an update before it.
-        even: This rank's piece of them where they are shared out evenly.
+        even: The bucket where they are shared out evenly.
         has_master: Whether what is computed with is cast, where it is owned, from what the optimizer updates.
         is_resident: Whether the values are here all the time.
         is_attached: Whether the parameters are views of the storage.
@@ -69,9 +68,9 @@ class _Shard:
         is_offloaded: bool,
         has_master: bool,
         where: str,
-        even: FlatShard | None = None,
     ) -> None:
-        self.bucket, self.first, self.is_owned, self._where, self.even = bucket, first, is_owned, where, even
+        self.bucket, self.first, self._where = bucket, first, where
+        self.even = even = bucket if isinstance(bucket, FlatShard) else None
         self.is_offloaded = is_offloaded and (is_owned or even is not None)
         self.is_trained = bucket.parameters[0].requires_grad
         self.has_master = has_master
@@ -85,6 +84,8 @@ class _Shard:
         like = bucket.parameters[0]
         if even is not None and not is_offloaded:
             even.kept = even.empty_piece(like)
+        if even is not None and not has_master:
+            even.updated = even.kept
         self._storage = torch.empty(0, dtype=like.dtype, device=like.device).untyped_storage()
         # Made once: they stay right whether the storage has its memory or not.
         self.flat = torch.empty(0, dtype=like.dtype, device=like.device)
@@ -94,19 +95,13 @@ class _Shard:
 
     def lay_out(self) -> None:
         """Take the shapes and strides that the parameters have now; those shared out evenly are contiguous."""
-        if self.even is None:
-            self.bucket = self.bucket.with_layouts()
-        alignment = max(1, _ALIGNMENT_BYTES // self.flat.element_size())
-        even = None if self.even is None else self.even.flat
-        size = padded_numel(self.bucket.layouts, alignment) if even is None else even.piece * even.degree
+        self.bucket.keep_layouts()
+        size = self.bucket.numel
         self._nbytes = size * self.flat.element_size()
         self.allocate()
         nothing = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
         self.flat = nothing.set_(self._storage, 0, (size,), (1,))
-        if self.even is None:
-            self._views = views_like(self.flat, self.bucket.layouts, alignment=alignment)
-        else:
-            self._views = self.even.views(self.flat)
+        self._views = self.bucket.views(self.flat)
         fill = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
         one = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
         # A number of its own for each that has no dimensions: others are told from what is here by their strides.
@@ -122,7 +117,7 @@ class _Shard:
     @property
     def own(self) -> Tensor:
         """What of the storage is this rank's."""
-        return self.flat if self.even is None else self.flat.view(self.even.flat.degree, -1)[self.even.parts[0].place]
+        return self.bucket.own_of(self.flat)
 
     def allocate(self) -> None:
         """Give the storage its memory."""
@@ -137,12 +132,7 @@ class _Shard:
         """Move the parameters' values into host memory."""
         if self.home is None or len(self.home) != len(self.own):
             (self.home,) = pool.take([self.own])
-        if self.even is not None:
-            self.even.keep(self.home.zero_(), [parameter.data for parameter in self.bucket.parameters])
-        else:
-            for view, parameter in zip(self.views_of(self.home), self.bucket.parameters, strict=True):
-                if not is_hollow(parameter.data):
-                    view.copy_(parameter.data)
+        self.bucket.keep(self.home.zero_(), [parameter.data for parameter in self.bucket.parameters])
         let_go(self.home)
         self.free()
 
@@ -150,15 +140,11 @@ class _Shard:
         """The storage's view of one of the parameters."""
         return self._views[index]
 
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Views of the parameters' shapes into a flat tensor like the storage's."""
-        return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self._views]
-
     def values(self) -> Mapping[str, Tensor]:
         """Values in host memory by name."""
         if self.home is None or self.even is not None:
             return {}
-        return dict(zip(self.bucket.names, self.views_of(self.home), strict=True))
+        return dict(zip(self.bucket.names, self.bucket.views(self.home), strict=True))
 
     def attach(self) -> None:
         """Let the parameters be views of the storage."""
@@ -213,7 +199,6 @@ class UnitShards:
         even: EvenShards | None = None,
     ) -> None:
         self._mesh, self._transport, self._streams, self._pool = mesh, transport, streams, pool
-        self._group = tuple(sorted(mesh.shard_peers))
         self._is_shared = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
         users: dict[str, list[UnitKey]] = {}
         for key, unit in units.items():
@@ -230,32 +215,26 @@ class UnitShards:
         self.masters: Mapping[str, Tensor] = {}
         self._shards: list[_Shard] = []
         self._of: dict[UnitKey, list[_Shard]] = {key: [] for key in units}
-        for (keys, owner, is_offloaded, *_), items in together.items():
+        buckets: list[tuple[Bucket, Sequence[UnitKey], str]] = []
+        for (keys, owner, *_), items in together.items():
+            alignment = max(1, _ALIGNMENT_BYTES // items[0][1].element_size())
+            where = f"on rank {mesh.shard_peers[owner]} (zero_stage 3)"
+            if owner == mesh.shard_index:
+                where = "in host memory (offload.parameters)"
+            buckets.append((Bucket(items, owner, alignment=alignment), keys, where))
+        if even is not None and self._is_shared:
+            buckets += [(shard, shard.flat.users, f"{even.where} (zero_stage 3)") for shard in even.shards]
+        for bucket, keys, where in buckets:
             shard = _Shard(
-                Bucket.of(items, owner),
+                bucket,
                 keys[0],
-                is_owned=owner == mesh.shard_index,
-                is_offloaded=is_offloaded,
-                has_master=has_masters and items[0][1].requires_grad,
-                where=self._where(owner, is_offloaded=is_offloaded),
+                is_owned=bucket.owner == mesh.shard_index,
+                is_offloaded=bucket.names[0] in offloaded,
+                has_master=has_masters and bucket.parameters[0].requires_grad,
+                where=where,
             )
             self._shards.append(shard)
             for key in keys:
-                self._of[key].append(shard)
-        for of_flat in even.shards if even is not None and self._is_shared else ():
-            shard = _Shard(
-                of_flat.bucket,
-                of_flat.flat.users[0],
-                is_owned=False,
-                is_offloaded=of_flat.flat.names[0] in offloaded,
-                has_master=has_masters and of_flat.flat.is_trained,
-                where=f"{even.where} (zero_stage 3)" if even is not None else "",
-                even=of_flat,
-            )
-            self._shards.append(shard)
-            if not shard.has_master:
-                of_flat.updated = of_flat.kept
-            for key in of_flat.flat.users:
                 self._of[key].append(shard)
         self._cast_at = {
             name: (shard, index)
@@ -268,11 +247,6 @@ class UnitShards:
         self.is_engaged = False
         self._abandoned: list[tuple[_Shard, Work]] = []
         self._leaving: list[_Shard] = []
-
-    def _where(self, owner: int, *, is_offloaded: bool) -> str:
-        if owner == self._mesh.shard_index and is_offloaded:
-            return "in host memory (offload.parameters)"
-        return f"on rank {self._mesh.shard_peers[owner]} (zero_stage 3)"
 
     @property
     def cast_names(self) -> Collection[str]:
@@ -308,10 +282,7 @@ class UnitShards:
         with torch.no_grad():
             for shard in self._shards:
                 shard.lay_out()
-                if shard.even is not None and shard.even.kept is not None:
-                    shard.even.keep(shard.even.kept, [parameter.data for parameter in shard.bucket.parameters])
-                    shard.free()
-                elif shard.is_resident:
+                if shard.is_resident:
                     shard.take()
                 elif shard.is_offloaded:
                     assert self._pool is not None
@@ -319,36 +290,32 @@ class UnitShards:
                     if shard.even is not None and not shard.has_master:
                         shard.even.home = shard.home
                 else:
+                    if shard.even is not None and shard.even.kept is not None:
+                        shard.even.keep(shard.even.kept, [parameter.data for parameter in shard.bucket.parameters])
                     shard.free()
 
     def give(self, name: str, value: Tensor) -> bool:
         """Copy values to where this rank keeps those of a parameter between batches; whether that is here."""
         for shard in self._shards:
             if name in shard.bucket.names:
-                index = shard.bucket.names.index(name)
-                if shard.even is not None:
-                    own = shard.home if shard.even.kept is None else shard.even.kept
-                    assert own is not None
-                    shard.even.put(own, index, value)
-                    let_go(own)
-                    return True
-                views = shard.views_of(shard.flat if shard.home is None else shard.home)
-                views[index].copy_(value)
-                let_go(*views)
+                own = shard.flat if shard.even is None else shard.even.kept
+                if shard.home is not None:
+                    own = shard.home
+                assert own is not None
+                shard.bucket.put(own, shard.bucket.names.index(name), value)
+                let_go(own)
                 return True
         return False
 
     def compute(self) -> None:
         """A batch begins: parameters that are here as masters are cast, others' are away."""
         for shard in self._shards:
-            if shard.has_master and shard.even is not None:
-                if shard.even.kept is not None and shard.even.updated is not None:
-                    shard.even.kept.copy_(shard.even.updated)
-                shard.free()
-            elif shard.has_master and shard.is_resident:
+            if shard.has_master and shard.is_resident:
                 shard.cast(self.masters)
                 shard.attach()
             elif shard.has_master:
+                if shard.even is not None and shard.even.kept is not None and shard.even.updated is not None:
+                    shard.even.kept.copy_(shard.even.updated)
                 shard.free()
 
     def disengage(self) -> None:
@@ -372,17 +339,12 @@ class UnitShards:
             if shard.users == 1:
                 if not shard.is_attached:
                     self._fetch(shard)
-                if shard.even is not None:
-                    self._arrived(shard)
-                    if shard.even.kept is not None:
-                        shard.own.copy_(shard.even.kept)
-                    shard.work = self._transport.all_gather_into(shard.flat, self._group)
-                elif self._is_shared:
+                if self._is_shared:
                     # Others get what has arrived.
                     self._arrived(shard)
-                    assert shard.bucket.owner is not None
-                    source = self._mesh.shard_peers[shard.bucket.owner]
-                    shard.work = self._transport.broadcast(shard.flat, source, self._group)
+                    if shard.even is not None and shard.even.kept is not None:
+                        shard.own.copy_(shard.even.kept)
+                    shard.work = shard.bucket.gather(shard.flat, self._mesh, self._transport)
 
     def ready(self, key: UnitKey) -> None:
         """Wait until the parameters of an unsharded unit, if it has any, have their values."""

@@ -18,8 +18,8 @@ def test_owners_and_dtypes_do_not_mix():
     a, b, c = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2).double())
     buckets = make_buckets([("a", a, 0), ("b", b, 1), ("c", c, 0), ("d", nn.Parameter(torch.zeros(3)), 0)])
     assert [(bucket.names, bucket.owner) for bucket in buckets] == [(("a", "d"), 0), (("b",), 1), (("c",), 0)]
-    assert buckets[0].empty(extra=2).numel() == 7
-    assert buckets[2].empty().dtype is torch.float64
+    assert buckets[0].buffer(torch.float32, extra=2).numel() == 7
+    assert buckets[2].buffer(torch.float64).dtype is torch.float64
 
 
 def test_views_begin_at_multiples_of_the_alignment():
