@@ -6,7 +6,7 @@ the cut, sliced by rows where the data-parallel degrees differ, and the random s
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_mist.runtime.communication import Microbatch, Neighbours, Transpo
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState
-from lightning_mist.runtime.parameters import CastKeeper, EvenShards, MasterWeights, parts_of, pieces_of
+from lightning_mist.runtime.parameters import CastKeeper, EvenShards, MasterWeights, parts_of, pieces_of, shown
 from lightning_mist.runtime.recording import ActionRecorder
 from lightning_mist.runtime.stage import PipelineStage, RankStages, WrittenWeights, make_unit_runner
 from lightning_mist.runtime.support import check_supported
@@ -85,8 +85,7 @@ class Executor:
         self.pool = HostPool(self.streams.ops, place.budget)
         self.state_pool = HostPool(self.streams.ops, place.budget, place.directory) if place.directory else self.pool
         flats = stage_flats(plan, module_map, self.mesh.stage)
-        even_parts = pieces_of(self.mesh, module_map, flats)
-        self.even = EvenShards(self.mesh, self.parameters, flats, even_parts, transport) if flats else None
+        self.even = EvenShards(self.parameters, flats, pieces_of(self.mesh, module_map, flats))
         self._runner = make_unit_runner(
             *(self.mesh, module_map, self.parameters, transport, self.actions, device, self.streams),
             pools=(self.pool, self.state_pool),
@@ -103,7 +102,7 @@ class Executor:
         self.reducer = GradientReducer(
             *(self.mesh, self.parameters, transport, self._runner.gradients, parts_of(plan, rank, module_map)),
             offloaded=() if self.gradients is None else self.gradients.names,
-            even=self.even,
+            even=self.even.trained,
         )
         tied = {item.name for item in self.mesh.held if len(item.stages) > 1}
         self._tied = frozenset() if self.gradients is None else self.gradients.names & tied
@@ -113,7 +112,7 @@ class Executor:
             units = updated_units(plan, module_map, self.mesh.stage).values()
             offloaded = [[name for name in names if name in moved] for names in units]
             self.masters = MasterWeights(
-                *(self.mesh, self.stages.every, masters, self.shards, self.even),
+                *(self.mesh, self.stages.every, masters, self.shards, self.even.trained),
                 offloaded=offloaded,
                 pool=self.state_pool,
             )
@@ -143,7 +142,7 @@ class Executor:
     @property
     def updated(self) -> list[nn.Parameter]:
         """The parameters of which this rank updates something."""
-        parts = {} if self.even is None else self.even.parts
+        parts = self.even.parts
         names = [item.name for item in self.mesh.owned if item.name not in parts or parts[item.name].is_mine]
         return [self.parameters[name] for name in names]
 
@@ -179,8 +178,7 @@ class Executor:
         )
         self.parts, self.outputs, self.random_states = batch.parts, batch.outputs, batch.random_states
         self.engage()
-        if self.even is not None:
-            self.even.begin(earlier)
+        self.even.begin(earlier)
         if self.gradients is not None:
             self.gradients.checks = isinstance(loss_scale, Tensor)
             self.gradients.begin(earlier)
@@ -299,7 +297,7 @@ class Executor:
         if self.masters is not None and self.masters.is_engaged:
             found = {name: value for name, value in found.items() if name not in self.masters.types}
             found |= self.masters.home
-        if found or (self.even is not None and any(shard.home is not None for shard in self.even.shards)):
+        if found or any(shard.home is not None for shard in self.even.shards):
             self.streams.settle()
         return found
 
@@ -330,7 +328,7 @@ class Executor:
     def shown(self) -> AbstractContextManager[None]:
         """Inside, parameters and gradients are what of them this rank clips and updates, behind all steps."""
         self.flush()
-        return nullcontext() if self.even is None else self.even.shown()
+        return shown(self.even.trained)
 
     def _check_start(self, microbatches: Sequence[Microbatch]) -> None:
         indices = [microbatch.index for microbatch in microbatches]

@@ -191,7 +191,7 @@ def _step(
     if rank.executor.gradients is not None:
         rank.executor.gradients.install(torch.ones(()))
     with rank.showing() if not by_units else nullcontext():
-        if by_units and rank.executor.even is not None:
+        if by_units:
             rank.executor.even.install(torch.ones(()))
         optimizer.step()
     yield from rank.executor.gather_parameters()

@@ -232,13 +232,12 @@ class Rank:
 
     def every_part(self) -> dict[str, AnyPart]:
         """What this rank has of parameters that it has not all of."""
-        return {**self.parts, **({} if self.executor.even is None else self.executor.even.parts)}
+        return {**self.parts, **self.executor.even.parts}
 
     @contextmanager
     def showing(self) -> Iterator[None]:
         """Inside, parameters have the gradients of a batch that has run, this rank's pieces where it has these."""
-        if self.executor.even is not None:
-            self.executor.even.install(torch.ones(()))
+        self.executor.even.install(torch.ones(()))
         with self.executor.shown():
             yield
 
@@ -406,7 +405,7 @@ def train(
     shared = {stages.parameters[name]: part for name, part in rank.every_part().items()}
     cut = restrict_optimizer(optimizer, rank.executor.updated, shared)
     stages.free_foreign()
-    gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport, rank.executor.even)
+    gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport, rank.executor.even.shards)
     losses = []
     for batches in steps:
         parts = microbatches(plan, transport.rank, batches)

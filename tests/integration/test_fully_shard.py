@@ -54,7 +54,7 @@ def _mist(zero: int, checkpointed: int) -> Result:
         complete(rank.executor.gather_parameters())
     values: dict[str, Tensor] = {}
     gatherer = ParameterGatherer(
-        plan, transport.rank, rank.executor.stages.every, module_map, transport, rank.executor.even
+        plan, transport.rank, rank.executor.stages.every, module_map, transport, rank.executor.even.shards
     )
     complete(gatherer.run(lambda name, value: values.update({name: value.clone()})))
     parts = rank.every_part()

@@ -25,12 +25,13 @@ from lightning_mist.runtime.offload import OffloadedGradients
 from lightning_mist.runtime.parameters import (
     Begun,
     Bucket,
-    EvenShards,
+    FlatShard,
     Part,
     UnitKey,
     gradient_dtype,
     make_buckets,
     owned_buckets,
+    tell_presence,
 )
 from lightning_mist.schedule.stage_units import ShardUnit
 
@@ -55,7 +56,7 @@ class UnitGradients:
         units: Mapping[UnitKey, ShardUnit],
         transport: Transport,
         offloaded: OffloadedGradients | None = None,
-        even: EvenShards | None = None,
+        even: Sequence[FlatShard] = (),
     ) -> None:
         self._mesh, self._transport, self._offloaded = mesh, transport, offloaded
         self._even = even
@@ -63,14 +64,13 @@ class UnitGradients:
         self._group = tuple(sorted(mesh.shard_peers))
         self._replicates = tuple(sorted(mesh.replicate_peers))
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
-        evenly = () if even is None else even.trained
         self._of: dict[UnitKey, list[Bucket]] = {}
         self._owned: list[Bucket] = []
         for key, unit in units.items():
             dealt = [name for name in unit.reduced if name in owners]
             owned = owned_buckets(dealt, parameters, owners, apart=names)
             self._owned += owned
-            self._of[key] = [*(shard for shard in evenly if key in shard.flat.reduced), *owned]
+            self._of[key] = [*(shard for shard in even if key in shard.flat.reduced), *owned]
         self._under_way: list[tuple[Bucket, Begun]] = []
 
     def keep_layouts(self) -> None:
@@ -127,13 +127,10 @@ class UnitGradients:
                             "be complete when the backward of the first layer that uses it has run"
                         )
         if len(self._replicates) > 1:
-            flats = [item.fresh for item in self._owned]
-            flats += [] if self._even is None else [item.fresh for item in self._even.trained]
+            flats = [item.fresh for item in (*self._owned, *self._even)]
             yield from [self._transport.all_reduce(flat, self._replicates) for flat in flats if flat is not None]
         for owned in reversed(self._owned):  # as backward has reached them
             owned.install()
-        if self._even is not None:
-            yield from self._even.finish()
 
     def forget(self) -> None:
         """Drop everything, also what is under way."""
@@ -159,7 +156,7 @@ class GradientReducer:
         units: Reduces gradients unit by unit while backwards run (ZeRO-2, ZeRO-3); what it does is not done here.
         parts: Of which of the parameters this rank has a part.
         offloaded: Names of the parameters whose gradients are in host memory, and are not reduced here.
-        even: What ranks share out evenly, if anything.
+        even: What ranks share out evenly of what is trained.
     """
 
     def __init__(
@@ -170,7 +167,7 @@ class GradientReducer:
         units: UnitGradients | None = None,
         parts: Mapping[str, Part] = MappingProxyType({}),
         offloaded: Collection[str] = (),
-        even: EvenShards | None = None,
+        even: Sequence[FlatShard] = (),
     ) -> None:
         self._even = even
         self._mesh, self._parameters, self._transport, self._units = mesh, parameters, transport, units
@@ -186,7 +183,7 @@ class GradientReducer:
         staying = [item for item in dealt if item.name not in offloaded]
         self._owned = self.buckets if len(staying) == len(dealt) else _buckets_of(mesh, parameters, staying)
         places = {item.name: place for place, item in enumerate(trained)}
-        evenly = () if even is None else [s for s in even.trained if s.flat.names[0] not in offloaded]
+        evenly = [shard for shard in even if shard.names[0] not in offloaded]
         self._reduced: list[Bucket] = [*self._owned, *evenly]
         self._reduced.sort(key=lambda item: max(places[name] for name in item.names))
         self._trained = {item.name for item in trained}
@@ -255,6 +252,7 @@ class GradientReducer:
             return
         if self._units is not None:
             yield from self._units.finish()
+            yield from tell_presence(self._even, self._mesh, self._transport)
             return
         for item in self._reduced[len(self._launched) :]:
             self._launch(item)
@@ -268,8 +266,7 @@ class GradientReducer:
             item.add(received)
         for owned in self._owned:
             owned.install()
-        if self._even is not None:
-            yield from self._even.finish()
+        yield from tell_presence(self._even, self._mesh, self._transport)
         self.disarm()
 
     def reduce_tied(self) -> Iterator[Work]:
@@ -336,7 +333,7 @@ class GradientReducer:
         if not self._mesh.is_sharded or zero_stage >= ZeroStage.PARAMETERS:
             return
         pending: list[tuple[Work, Callable[[], None]]] = []
-        for bucket in (*(() if self._even is None else self._even.trained), *self.buckets):
+        for bucket in (*self._even, *self.buckets):
             pending.append(bucket.give_out(home, self._mesh, self._transport))
             if len(pending) == _BUCKETS_IN_FLIGHT:
                 yield from _waited(pending.pop(0))

@@ -8,6 +8,7 @@ update; norms are taken before they leave. Which actions come when the schedule 
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from lightning_mist.runtime.parameters import (
     AbsentGradient,
     Begun,
     Bucket,
-    EvenShards,
     FlatShard,
     UnitKey,
     check_dense,
@@ -76,6 +76,7 @@ class OffloadedGradients:
     """The gradients of a rank that are in host memory.
 
     Args:
+        even: What ranks share out evenly, by the unit with which it is updated.
         backwards: How many backwards each of its stages has in a batch.
 
     Attributes:
@@ -95,7 +96,7 @@ class OffloadedGradients:
         streams: CopyStreams,
         pool: HostPool,
         transport: Transport,
-        even: EvenShards | None = None,
+        even: Mapping[UnitKey, Sequence[FlatShard]] = MappingProxyType({}),
     ) -> None:
         self._mesh, self._backwards, self._streams = mesh, backwards, streams
         self._pool, self._transport, self._parameters = pool, transport, parameters
@@ -109,7 +110,7 @@ class OffloadedGradients:
         owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in dealt}
         self._of: dict[UnitKey, list[GradientSum]] = {}
         for key, unit in units.items():
-            for shard in () if even is None else even.updated_with(key):
+            for shard in even.get(key, ()):
                 if shard.names[0] in self.names:
                     self._of.setdefault(key, []).append(GradientSum(shard, is_mine=True))
             names = (name for name in unit.reduced if name in self.names and name in owners)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from lightning_mist.runtime.parameters import (
     make_absent,
     make_present,
     shared_out,
+    shown,
 )
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
@@ -79,7 +81,7 @@ class OffloadedState:
         rows: The step, unit by unit (:func:`lightning_mist.schedule.stage_program.update_rows`).
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
         masters: What is updated in place of parameters, if there are any.
-        even: What ranks share out evenly, if anything.
+        even: What ranks share out evenly, by the unit with which it is updated.
         is_dealt: Whether other ranks update other parameters of the same units.
         stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 
@@ -102,7 +104,7 @@ class OffloadedState:
         gradients: OffloadedGradients | None = None,
         gather: UnitGather | None = None,
         masters: MasterWeights | None = None,
-        even: EvenShards | None = None,
+        even: Mapping[UnitKey, Sequence[FlatShard]] = MappingProxyType({}),
         is_dealt: bool = False,
         stale: Mapping[UnitKey, Mapping[str, nn.Parameter]] | None = None,
     ) -> None:
@@ -184,14 +186,11 @@ class OffloadedState:
         large = key in self._in_parts
         return [p for p in self._units.get(key, ()) if not (large and p.numel() > 1 and self._at_home([p]))]
 
-    def _flats_of(self, key: UnitKey) -> Sequence[FlatShard]:
-        return () if self._even is None else self._even.updated_with(key)
-
     def _homes_of(self, key: UnitKey, *, in_parts: bool = True) -> dict[_Place, Tensor]:
         """What a unit's update needs at once of what is in host memory."""
-        masters = {} if self._masters is None else {s: s.home for s in self._flats_of(key) if s in self._masters.moved}
+        moved = () if self._masters is None else self._masters.moved
         found = self._at_home(self._at_once(key) if in_parts else self._units[key])
-        return found | {(shard, _MASTER): home for shard, home in masters.items() if home is not None}
+        return found | {(s, _MASTER): s.home for s in self._even.get(key, ()) if s in moved and s.home is not None}
 
     def flush(self) -> None:
         """Do all that is left of a step, in its order; where updated parameters are given out all ranks do."""
@@ -317,7 +316,7 @@ class OffloadedState:
             self._streams.wait(event)
         self._set(views)
         fetched = {p: value for (p, path), value in views.items() if path is _MASTER}
-        flats = self._flats_of(key)
+        flats = self._even.get(key, ())
         in_flats = {parameter for shard in flats for parameter in shard.parameters}
         moved = [shard for shard in flats if shard in fetched]
         with ExitStack() as stack:
@@ -327,8 +326,7 @@ class OffloadedState:
             if self._masters is not None:
                 whole = [parameter for parameter in parameters if parameter not in in_flats]
                 stack.enter_context(self._masters.updating(whole, fetched))
-            if self._even is not None:
-                stack.enter_context(self._even.shown(flats))
+            stack.enter_context(shown(flats))
             read = [gradients.get(p, shared_out(p.grad)) for p in parameters]
             self._streams.uses([item for item in read if item is not None], [*parameters, *views.values()])
             self._steps.of(parameters, {p: gradient for p, gradient in gradients.items() if p in set(parameters)})
@@ -441,7 +439,7 @@ class OffloadedState:
         return (
             key
             for key, parameters in self._units.items()
-            if not self.offloaded.isdisjoint(parameters) or any(shard in moved for shard in self._flats_of(key))
+            if not self.offloaded.isdisjoint(parameters) or any(shard in moved for shard in self._even.get(key, ()))
         )
 
     def _entries(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[_Place, Tensor]]:
@@ -524,7 +522,7 @@ def offload_optimizer_state(
     gradients: OffloadedGradients | None,
     transport: Transport,
     masters: MasterWeights | None,
-    even: EvenShards | None,
+    even: EvenShards,
 ) -> OffloadedState | None:
     """Let an optimizer step unit by unit where the plan moves what it needs; None if that is nothing."""
     plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
@@ -534,12 +532,11 @@ def offload_optimizer_state(
     units = updated_units(plan, module_map, mesh.stage)
     rows, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
     is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for row in rows for action in row)
-    gather = UnitGather(mesh, parameters, units, transport, masters, even) if is_given_out else None
+    gather = UnitGather(mesh, parameters, units, transport, masters, even.updated_with) if is_given_out else None
     # What another optimizer updates, or nobody, is left alone.
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    pieces = {} if even is None else even.parts
     owned = {item.name for item in mesh.owned if parameters[item.name] in updated}
-    owned -= {name for name, part in pieces.items() if not part.is_mine}
+    owned -= {name for name, part in even.parts.items() if not part.is_mine}
     return OffloadedState(
         optimizer,
         {key: [parameters[name] for name in of_unit if name in owned] for key, of_unit in units.items()},
@@ -551,7 +548,7 @@ def offload_optimizer_state(
         gradients=gradients,
         gather=gather,
         masters=masters,
-        even=even,
+        even=even.updated_with,
         is_dealt=mesh.is_sharded and plan.stages[mesh.stage].zero_stage > ZeroStage.NONE,
         stale={key: {name: parameters[name] for name in of_unit} for key, of_unit in units.items()} if defers else None,
     )

@@ -23,7 +23,7 @@ from lightning_mist.runtime.parameters.buckets import (
 )
 from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of, unversioned
 from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
-from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard
+from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard, shown, tell_presence
 from lightning_mist.runtime.parameters.flat_parts import AnyPart, pieces_of
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.masters import MasterWeights, check_gradient_types, computing

@@ -174,24 +174,25 @@ def _views(buffer: Tensor, places: Sequence[tuple[Sequence[int], Sequence[int], 
 
 
 class EvenShards:
-    """What a rank has of the parameters that its shard group shares out evenly."""
+    """What a rank has of the parameters that its shard group shares out evenly.
+
+    Attributes:
+        updated_with: What is updated with a unit: with the first of those that use it.
+    """
 
     def __init__(
         self,
-        mesh: Mesh,
         parameters: Mapping[str, nn.Parameter],
         flats: Sequence[Flat],
         parts: Mapping[str, FlatPart],
-        transport: Transport,
     ) -> None:
-        self._mesh, self._transport, self.parts = mesh, transport, parts
+        self.parts = parts
         self.shards = tuple(FlatShard(flat, parameters, parts) for flat in flats)
         self.trained = tuple(shard for shard in self.shards if shard.flat.is_trained)
         self._of = {name: (shard, index) for shard in self.shards for index, name in enumerate(shard.names)}
-        self._updated_with: dict[Key, list[FlatShard]] = {}
+        self.updated_with: dict[Key, list[FlatShard]] = {}
         for shard in self.trained:
-            self._updated_with.setdefault(shard.flat.reduced[0], []).append(shard)
-        self.where = f"shared out over ranks {', '.join(map(str, mesh.shard_peers))}"
+            self.updated_with.setdefault(shard.flat.reduced[0], []).append(shard)
 
     def part_of(self, name: str, home: Mapping[str, Tensor]) -> Tensor:
         """What the optimizer updates of a parameter on this rank; ``home`` as of :meth:`FlatShard.own`."""
@@ -200,10 +201,6 @@ class EvenShards:
             return shard.pieces(there)[index]
         return shard.cut(index, shard.computed_with(home)[index])
 
-    def updated_with(self, key: Key) -> Sequence[FlatShard]:
-        """What is updated with a unit: with the first of those that use it."""
-        return self._updated_with.get(key, ())
-
     def begin(self, earlier: Collection[nn.Parameter] = ()) -> None:
         """A batch begins; gradients are freed but those that ``earlier`` parameters have of batches before."""
         kept = set(earlier)
@@ -211,19 +208,6 @@ class EvenShards:
             shard.forget()
             if kept.isdisjoint(shard.parameters):
                 shard.free_gradient()
-
-    def finish(self) -> Iterator[Work]:
-        """Find out which parameters had a gradient on any rank."""
-        present = [one for shard in self.trained for one in shard.present]
-        if not present:
-            return
-        device = self.trained[0].parameters[0].device
-        flags = torch.tensor(present, dtype=torch.float32).to(device)
-        yield self._transport.all_reduce(flags, tuple(sorted(self._mesh.peers)))
-        # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
-        had = iter(present if all(present) else [count > 0 for count in read(flags)])
-        for shard in self.trained:
-            shard.present = [next(had) for _ in shard.parts]
 
     def end(self) -> None:
         """Nothing stands for gradients any more."""
@@ -248,18 +232,36 @@ class EvenShards:
             there = zip(had, shard.present, strict=True)
             shard.stand_in([before is not None or is_new for before, is_new in there])
 
-    @contextmanager
-    def shown(self, shards: Sequence[FlatShard] | None = None) -> Iterator[None]:
-        """Inside, trained parameters, by default all, are and have the gradient of what of them is this rank's."""
-        shards = self.trained if shards is None else shards
-        with present_meanwhile([parameter for shard in shards for parameter in shard.parameters]):
-            for shard in shards:
-                shard.check()
-            before = [item for shard in shards for item in shard.show()]
-            try:
-                yield
-            finally:
-                for parameter, value, stand_in in before:
-                    is_kept = parameter.grad is not None or shared_out(stand_in) is None
-                    parameter.grad, parameter.data = None, value
-                    parameter.grad = stand_in if is_kept else None
+
+@contextmanager
+def shown(shards: Sequence[FlatShard]) -> Iterator[None]:
+    """Inside, parameters are, and have the gradient of, what of them is this rank's."""
+    with present_meanwhile([parameter for shard in shards for parameter in shard.parameters]):
+        for shard in shards:
+            shard.check()
+        before = [item for shard in shards for item in shard.show()]
+        try:
+            yield
+        finally:
+            for parameter, value, stand_in in before:
+                is_kept = parameter.grad is not None or shared_out(stand_in) is None
+                parameter.grad, parameter.data = None, value
+                parameter.grad = stand_in if is_kept else None
+
+
+def tell_presence(shards: Sequence[FlatShard], mesh: Mesh, transport: Transport) -> Iterator[Work]:
+    """At the end of a batch: find out which trained parameters had a gradient on any rank."""
+    present = [one for shard in shards for one in shard.present]
+    if not present:
+        return
+    flags = torch.tensor(present, dtype=torch.float32).to(shards[0].parameters[0].device)
+    yield transport.all_reduce(flags, tuple(sorted(mesh.peers)))
+    # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
+    had = iter(present if all(present) else [count > 0 for count in read(flags)])
+    for shard in shards:
+        shard.present = [next(had) for _ in shard.parts]
+
+
+def where_pieces_are(mesh: Mesh) -> str:
+    """Where values are of which every rank of a group has a piece, for people."""
+    return f"shared out over ranks {', '.join(map(str, mesh.shard_peers))}"

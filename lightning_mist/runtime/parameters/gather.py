@@ -1,6 +1,6 @@
 """The full values of all parameters, from the stages that hold them: for evaluation, checkpoints and teardown."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,7 +11,7 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.sharding import BUCKET_BYTES
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.parameters.even_shards import EvenShards
+from lightning_mist.runtime.parameters.even_shards import FlatShard
 from lightning_mist.runtime.parameters.tensor_parts import Speakers, parts_of, speakers_of
 from lightning_mist.schedule.flats import Flat, stage_flats
 
@@ -56,7 +56,7 @@ class ParameterGatherer:
     Args:
         parameters: All parameters of the module by canonical name. Those of other ranks' stages keep their shape and
             dtype although their storage is gone.
-        even: What this rank's group shares out evenly, if anything.
+        even: What this rank's group shares out evenly.
 
     Attributes:
         home_values: Gives this rank's values that are in host memory, by canonical name.
@@ -69,7 +69,7 @@ class ParameterGatherer:
         parameters: Mapping[str, nn.Parameter],
         module_map: ModuleMap,
         transport: Transport,
-        even: EvenShards | None = None,
+        even: Sequence[FlatShard] = (),
     ) -> None:
         self._rank, self._transport, self._all = rank, transport, parameters
         self.home_values: Callable[[], Mapping[str, Tensor]] = dict
@@ -196,8 +196,7 @@ class ParameterGatherer:
         """What this rank has of a segment."""
         if segment.flat is None:
             return [self._value(name) for name in segment.names]
-        assert self._even is not None
-        return [next(shard.own(self._home) for shard in self._even.shards if shard.flat.names == segment.names)]
+        return [next(shard.own(self._home) for shard in self._even if shard.names == segment.names)]
 
     def _value(self, name: str) -> Tensor:
         home = self._home.get(name)

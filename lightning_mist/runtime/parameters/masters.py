@@ -26,7 +26,7 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.host_memory import HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
-from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard
+from lightning_mist.runtime.parameters.even_shards import FlatShard, where_pieces_are
 from lightning_mist.runtime.parameters.unit_shards import UnitShards
 from lightning_mist.tensors import is_hollow
 
@@ -38,7 +38,7 @@ class MasterWeights:
         every: All parameters of the module by canonical name, in the type that is computed in.
         values: The masters of those that are trained, whole; from now on the parameters are these.
         shards: Has the casts of parameters whose values are not here all the time, if the rank has any.
-        even: What ranks share out evenly, if anything.
+        even: What ranks share out evenly of what is trained.
         offloaded: Canonical names of those whose masters are in the host memory of their owner, by unit.
         pool: That memory.
 
@@ -57,7 +57,7 @@ class MasterWeights:
         every: Mapping[str, nn.Parameter],
         values: Mapping[str, Tensor],
         shards: UnitShards | None,
-        even: EvenShards | None = None,
+        even: Sequence[FlatShard] = (),
         *,
         offloaded: Sequence[Sequence[str]] = (),
         pool: HostPool | None = None,
@@ -68,11 +68,10 @@ class MasterWeights:
         self._held = {every[item.name]: item.name for item in held}
         self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.OPTIMIZER
         owner = {item.name: item.owner(mesh.stage) if self._shares else mesh.shard_index for item in held}
-        self._even = [] if even is None else [s for s in even.trained if s.names[0] in values]
+        self._even = [shard for shard in even if shard.names[0] in values]
         self._where = {
-            item.name: f"{even.where} (zero_stage 1 or more)"
-            if even is not None and item.is_even
-            else f"on rank {mesh.shard_peers[owner[item.name]]} (zero_stage 1 or more)"
+            item.name: (where_pieces_are(mesh) if item.is_even else f"on rank {mesh.shard_peers[owner[item.name]]}")
+            + " (zero_stage 1 or more)"
             for item in held
             if item.is_even or owner[item.name] != mesh.shard_index
         }

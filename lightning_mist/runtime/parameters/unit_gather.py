@@ -9,7 +9,7 @@ from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.absent_parameters import make_present
 from lightning_mist.runtime.parameters.buckets import Bucket, owned_buckets
 from lightning_mist.runtime.parameters.buffers import unversioned
-from lightning_mist.runtime.parameters.even_shards import EvenShards
+from lightning_mist.runtime.parameters.even_shards import FlatShard
 from lightning_mist.runtime.parameters.masters import MasterWeights
 from lightning_mist.runtime.parameters.unit_shards import UnitKey
 
@@ -19,7 +19,7 @@ class UnitGather:
 
     Args:
         masters: Has what is given out of those that have masters.
-        even: What ranks share out evenly, if anything.
+        even: What ranks share out evenly, by the unit with which it is updated.
     """
 
     def __init__(
@@ -28,15 +28,14 @@ class UnitGather:
         parameters: Mapping[str, nn.Parameter],
         units: Mapping[UnitKey, Sequence[str]],
         transport: Transport,
-        masters: MasterWeights | None = None,
-        even: EvenShards | None = None,
+        masters: MasterWeights | None,
+        even: Mapping[UnitKey, Sequence[FlatShard]],
     ) -> None:
         self._mesh, self._transport, self._masters = mesh, transport, masters
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
         dealt = {key: [name for name in names if name in owners] for key, names in units.items()}
         self._of: dict[UnitKey, list[Bucket]] = {
-            key: [*owned_buckets(names, parameters, owners), *(() if even is None else even.updated_with(key))]
-            for key, names in dealt.items()
+            key: [*owned_buckets(names, parameters, owners), *even.get(key, ())] for key, names in dealt.items()
         }
         self._under_way: dict[UnitKey, list[tuple[Bucket, tuple[Work, Callable[[], None]]]]] = {}
 

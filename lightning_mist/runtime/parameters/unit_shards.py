@@ -33,7 +33,7 @@ from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
 from lightning_mist.runtime.parameters.buckets import Bucket
-from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard
+from lightning_mist.runtime.parameters.even_shards import FlatShard, where_pieces_are
 from lightning_mist.schedule.stage_units import ShardUnit
 
 UnitKey = tuple[int, int]
@@ -177,7 +177,7 @@ class UnitShards:
     Args:
         offloaded: The parameters whose values are in their owner's host memory, by canonical name.
         has_masters: Whether trained parameters are cast from masters when a batch begins.
-        even: What ranks share out evenly, if anything.
+        even: What ranks share out evenly.
 
     Attributes:
         masters: What this rank's own are cast from, by canonical name; see
@@ -196,7 +196,7 @@ class UnitShards:
         pool: HostPool | None = None,
         *,
         has_masters: bool = False,
-        even: EvenShards | None = None,
+        even: Sequence[FlatShard] = (),
     ) -> None:
         self._mesh, self._transport, self._streams, self._pool = mesh, transport, streams, pool
         self._is_shared = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
@@ -222,8 +222,8 @@ class UnitShards:
             if owner == mesh.shard_index:
                 where = "in host memory (offload.parameters)"
             buckets.append((Bucket(items, owner, alignment=alignment), keys, where))
-        if even is not None and self._is_shared:
-            buckets += [(shard, shard.flat.users, f"{even.where} (zero_stage 3)") for shard in even.shards]
+        if self._is_shared:
+            buckets += [(shard, shard.flat.users, f"{where_pieces_are(mesh)} (zero_stage 3)") for shard in even]
         for bucket, keys, where in buckets:
             shard = _Shard(
                 bucket,

@@ -254,8 +254,8 @@ def make_unit_runner(
     pools: tuple[HostPool, HostPool],
     held: Sequence[Tensor] = (),
     *,
+    even: EvenShards,
     has_masters: bool = False,
-    even: EvenShards | None = None,
 ) -> UnitRunner:
     """The runner of a rank, for which every action is one line if its stages neither shard nor move anything.
 
@@ -263,7 +263,7 @@ def make_unit_runner(
         pools: Host memory for activations, and for parameters.
         held: Parameters and buffers of the module, which no layer keeps for itself.
         has_masters: Whether trained parameters are cast from masters.
-        even: What ranks share out evenly, if anything.
+        even: What ranks share out evenly.
     """
     plan = mesh.plan
     found = plan_units(plan, module_map, mesh.stage)
@@ -273,7 +273,9 @@ def make_unit_runner(
     is_needed = any(item.sharded for item in units.values())
     shards = (
         UnitShards(
-            *(mesh, parameters, by_key, transport, offloaded, streams, pools[1]), has_masters=has_masters, even=even
+            *(mesh, parameters, by_key, transport, offloaded, streams, pools[1]),
+            has_masters=has_masters,
+            even=even.shards,
         )
         if is_needed
         else None
@@ -286,7 +288,7 @@ def make_unit_runner(
             streams=streams,
             pool=pools[0],
             transport=transport,
-            even=even,
+            even=even.updated_with,
         )
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {
@@ -296,7 +298,7 @@ def make_unit_runner(
         partial(_lines_of, units),
         actions,
         shards,
-        UnitGradients(mesh, parameters, by_key, transport, offloaded_gradients, even) if reduces else None,
+        UnitGradients(mesh, parameters, by_key, transport, offloaded_gradients, even.trained) if reduces else None,
         device=device,
         last_layer=len(module_map.blocks) - 1,
         guard=None if shards is None else ParameterGuard(shards.away),

@@ -105,10 +105,9 @@ def model_shards(module: nn.Module, engine: Engine | None, *, is_first: bool) ->
 def _owned_values(engine: Engine) -> dict[str, Any]:
     engine.executor.flush()
     home, every, even = engine.gatherer.home_values(), engine.stages.every, engine.executor.even
-    spans = {} if even is None else even.parts
-    parts: dict[str, AnyPart] = {**engine.parts, **spans}
+    parts: dict[str, AnyPart] = {**engine.parts, **even.parts}
     with at_work():
-        own = {name: even.part_of(name, home) for name in spans} if even is not None else {}
+        own = {name: even.part_of(name, home) for name in even.parts}
         values = {name: own[name] if name in own else home.get(name, every[name].detach()) for name in _owned(engine)}
     return {name: Shards.of_part(v, parts[name]) if name in parts else v for name, v in values.items()}
 

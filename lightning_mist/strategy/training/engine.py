@@ -100,7 +100,9 @@ class Engine:
         self.executor = Executor(plan, rank, stages, module_map, transport, actions, host=host, masters=masters)
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
-        self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport, self.executor.even)
+        self.gatherer = ParameterGatherer(
+            plan, rank, self.stages.every, module_map, transport, self.executor.even.shards
+        )
         self.gatherer.home_values = self.executor.home_values
         self.buffers = BufferSync(module, transport)
         # What a CPU computes is at home.

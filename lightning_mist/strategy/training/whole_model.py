@@ -33,6 +33,7 @@ from lightning_mist.runtime.parameters import (
     load_full_optimizer_state,
     own_state_dict,
     restrict_optimizer,
+    shown,
 )
 from lightning_mist.strategy.given_arguments import refuse_unknown
 from lightning_mist.strategy.user_code import body_of
@@ -52,7 +53,7 @@ class OwnedOptimizer:
     ) -> None:
         parameters, mesh = executor.stages.parameters, executor.mesh
         self._even = executor.even
-        every: dict[str, AnyPart] = {**parts, **({} if self._even is None else self._even.parts)}
+        every: dict[str, AnyPart] = {**parts, **self._even.parts}
         pieces = {parameters[name]: part for name, part in every.items()}
         self.cut = restrict_optimizer(optimizer, executor.updated, pieces)
         self._transport, self._device = executor.transport, device
@@ -72,13 +73,12 @@ class OwnedOptimizer:
         )
         if self._offloaded is not None:
             executor.take_update(self._offloaded)
-        self._steps = None if self._even is None or self._offloaded is not None else UnitSteps(optimizer, self._update)
+        self._steps = UnitSteps(optimizer, self._update) if self._even.shards and self._offloaded is None else None
         self._known = step_hooks(optimizer) if shares or mesh.plan.num_stages > 1 else None
 
     def _update(self) -> None:
-        assert self._even is not None
         assert self._steps is not None
-        with at_work(), self._even.shown():
+        with at_work(), shown(self._even.trained):
             self._steps.of({parameter for group in self.cut.optimizer.param_groups for parameter in group["params"]})
 
     def release(self, timeout: timedelta | None) -> Callable[[], dict[str, Any]]:
@@ -94,8 +94,7 @@ class OwnedOptimizer:
             self._offloaded.end()
         if self._steps is not None:
             self._steps.end()
-        if self._even is not None:
-            self._even.end()
+        self._even.end()
         cut, device = self.cut, self._device
         kept = on_host(own_state_dict(cut)["state"])
         cut.restore()
