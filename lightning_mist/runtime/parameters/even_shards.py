@@ -29,7 +29,6 @@ class FlatShard(Bucket):
     """Parameters in one flat buffer of which every rank of a shard group updates a piece.
 
     Attributes:
-        shapes: Of what lies in the buffer.
         updated: The piece of what the optimizer updates, where parameters are not that themselves: masters, or values
             under ZeRO-3. None while it is in host memory.
         home: Its place there, if it has one.
@@ -42,10 +41,10 @@ class FlatShard(Bucket):
     def __init__(self, flat: Flat, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, FlatPart]) -> None:
         super().__init__([(name, parameters[name]) for name in flat.names])
         self.flat, self.parts, self.num_counts = flat, [parts[name] for name in flat.names], 0
-        self.shapes = [part.inner_shape for part in self.parts]
+        shapes = [part.inner_shape for part in self.parts]
         # Shape, strides and start of each parameter, and of what of it is this rank's, and what lies between them.
-        strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
-        self._places = list(zip(self.shapes, strides, flat.starts, strict=False))
+        strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
+        self._places = list(zip(shapes, strides, flat.starts, strict=False))
         self._first = self.parts[0].place * flat.piece
         sizes = [high - low for low, high in (part.span for part in self.parts)]
         starts = [min(max(start - self._first, 0), flat.piece) for start in flat.starts]

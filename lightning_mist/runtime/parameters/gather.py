@@ -12,7 +12,7 @@ from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.sharding import BUCKET_BYTES
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.even_shards import FlatShard
-from lightning_mist.runtime.parameters.tensor_parts import Speakers, parts_of, speakers_of
+from lightning_mist.runtime.parameters.tensor_parts import speakers_of
 from lightning_mist.schedule.flats import Flat, stage_flats
 
 _GATHER_TAG = 1 << 21
@@ -76,12 +76,12 @@ class ParameterGatherer:
         self._world = tuple(range(plan.world_size))
         held = make_mesh(plan, rank, module_map).parameters
         self.speakers = speakers_of(plan, held, module_map)
-        groups = [group for group in range(plan.num_groups) if stage_flats(plan, module_map, group)]
-        self._flats = [(group, flat) for group in groups for flat in stage_flats(plan, module_map, group)]
-        self._of_flats = {name for _, flat in self._flats for name in flat.names}
-        self._parts = {group: parts_of(plan, plan.stages[group].devices[0], module_map) for group in groups}
-        self._plan, self._even = plan, even
-        self._shapes = {use.name: use.shape for use in module_map.parameters}
+        self._even, self._shapes = even, {use.name: use.shape for use in module_map.parameters}
+        self._pieces = list[_Segment]()
+        for group, stage in enumerate(plan.stages[: plan.num_groups]):
+            for flat in stage_flats(plan, module_map, group):
+                ranks = stage.devices[: flat.degree * stage.mesh.tensor_parallel_degree]
+                self._pieces.append(_Segment(ranks=ranks, names=flat.names, shapes=((flat.piece,),), flat=flat))
 
     def run(self, sink: Callable[[str, Tensor], None], *, destination: int | None = None) -> Iterator[Work]:
         """Hand every parameter to ``sink`` once, by canonical name, in an order that is the same on all ranks.
@@ -93,7 +93,7 @@ class ParameterGatherer:
         """
         outstanding: list[tuple[_Segment, list[_Transfer]]] = []
         tag, self._home = _GATHER_TAG, self.home_values()
-        for segment in (*self._pieces(), *self._segments()):
+        for segment in (*self._pieces, *self._segments()):
             transfers = []
             for speaker in segment.ranks:
                 transfers.append(self._post(segment, speaker, tag, destination))
@@ -104,21 +104,14 @@ class ParameterGatherer:
         for item in outstanding:
             yield from self._deliver(*item, sink, destination)
 
-    def _pieces(self) -> Iterator[_Segment]:
-        """One segment for each flat buffer: its pieces."""
-        for group, flat in self._flats:
-            mesh = self._plan.stages[group].mesh
-            ranks = mesh.devices[: flat.degree * mesh.tensor_parallel_degree]
-            yield _Segment(ranks=ranks, names=flat.names, shapes=((flat.piece,),), flat=flat)
-
     def _segments(self) -> list[_Segment]:
         segments: list[tuple[tuple[int, ...], torch.dtype, list[str]]] = []
-        size = 0
+        size, of_flats = 0, {name for segment in self._pieces for name in segment.names}
         for name, speakers in self.speakers.items():
-            if name in self._of_flats:
+            if name in of_flats:
                 continue
             dtype = self._all[name].dtype
-            nbytes = prod(self._shape(name, speakers)) * dtype.itemsize
+            nbytes = prod(self._shape(name)) * dtype.itemsize
             if not segments or segments[-1][:2] != (speakers.ranks, dtype) or size + nbytes > BUCKET_BYTES:
                 segments.append((speakers.ranks, dtype, []))
                 size = 0
@@ -128,13 +121,15 @@ class ParameterGatherer:
             _Segment(
                 ranks=ranks,
                 names=tuple(names),
-                shapes=tuple(self._shape(name, self.speakers[name]) for name in names),
+                shapes=tuple(map(self._shape, names)),
             )
             for ranks, _, names in segments
         ]
 
-    def _shape(self, name: str, speakers: Speakers) -> tuple[int, ...]:
-        return self._shapes[name] if speakers.part is None else speakers.part.local_shape
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Shape of what a rank has of a parameter, or of what it has of that."""
+        part = self.speakers[name].part
+        return self._shapes[name] if part is None else part.local_shape
 
     def _post(self, segment: _Segment, speaker: int, tag: int, destination: int | None) -> _Transfer:
         nothing = _Transfer(speaker=speaker, flat=None, work=None)
@@ -168,9 +163,16 @@ class ParameterGatherer:
         if destination not in (None, self._rank):
             return
         values = [self._values(segment, transfer) for transfer in transfers]
-        if segment.flat is not None:
-            self._put_together(segment.flat, [piece.to(values[0][0].device) for (piece,) in values], sink)
-            return
+        if (flat := segment.flat) is not None:
+            # One whole buffer for each tensor-parallel index.
+            pieces = [piece.to(values[0][0].device) for (piece,) in values]
+            step = len(pieces) // flat.degree
+            wholes = [torch.cat(pieces[index::step]) for index in range(step)]
+            places = list(zip(flat.names, flat.starts, flat.sizes, strict=False))
+            values = [
+                [whole[start : start + size].view(self._shape(name)) for name, start, size in places]
+                for whole in wholes
+            ]
         for name, *parts in zip(segment.names, *values, strict=True):
             part = self.speakers[name].part
             sink(name, parts[0] if part is None else part.join([value.to(parts[0].device) for value in parts]))
@@ -179,18 +181,6 @@ class ParameterGatherer:
         if transfer.flat is None or self._rank == transfer.speaker:
             return self._mine(segment)
         return _views(transfer.flat, segment.shapes)
-
-    def _put_together(self, flat: Flat, pieces: list[Tensor], sink: Callable[[str, Tensor], None]) -> None:
-        step = len(pieces) // flat.degree
-        wholes = [torch.cat(pieces[index::step]) for index in range(step)]
-        parts = next(self._parts[group] for group, other in self._flats if other is flat)
-        for name, start, size in zip(flat.names, flat.starts, flat.sizes, strict=False):
-            part, shape = parts.get(name), self._shapes[name]
-            values = [whole[start : start + size] for whole in wholes]
-            if part is None:
-                sink(name, values[0].view(shape))
-            else:
-                sink(name, part.join([value.view(part.local_shape) for value in values]))
 
     def _mine(self, segment: _Segment) -> list[Tensor]:
         """What this rank has of a segment."""
@@ -204,8 +194,5 @@ class ParameterGatherer:
 
 
 def _views(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    views, start = [], 0
-    for shape in shapes:
-        views.append(flat[start : start + prod(shape)].view(shape))
-        start += prod(shape)
-    return views
+    parts = flat.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -84,7 +84,8 @@ class Speakers:
 
     Attributes:
         ranks: Global ranks. What they have, in this order, makes the whole; one rank where it is not shared out.
-        part: The first rank's part; None if tensor parallelism does not share it out.
+        part: The first rank's part; None if tensor parallelism does not share it out. Of what is shared out evenly too
+            several ranks have some.
     """
 
     ranks: tuple[int, ...]
@@ -101,13 +102,11 @@ def speakers_of(plan: Plan, parameters: Sequence[HeldParameter], module_map: Mod
         if group not in parts:
             parts[group] = parts_of(plan, mesh.devices[0], module_map)
             evenly |= _having(plan, module_map, group, parts[group])
-        if item.is_even:
-            found[item.name] = Speakers(ranks=evenly[item.name], part=None)
-            continue
         part = parts[group].get(item.name)
         first = owner * mesh.tensor_parallel_degree
         count = 1 if part is None else mesh.tensor_parallel_degree
-        found[item.name] = Speakers(ranks=mesh.devices[first : first + count], part=part)
+        ranks = evenly[item.name] if item.is_even else mesh.devices[first : first + count]
+        found[item.name] = Speakers(ranks=ranks, part=part)
     return found
 
 
