@@ -9,9 +9,9 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import lru_cache
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.plan_tables import ranges
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _FORM = frozenset(
     {
@@ -51,15 +48,8 @@ def at_work() -> Iterator[None]:
         _WORKING.pop()
 
 
-def works(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the engine's, which runs :func:`at_work`."""
-
-    @wraps(function)
-    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
-        with at_work():
-            return function(*args, **kwargs)
-
-    return inside
+works = at_work()
+"""Decorates functions of the engine's, which run inside of one."""
 
 
 class AbsentParameter(nn.Parameter):
