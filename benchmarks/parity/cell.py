@@ -22,8 +22,7 @@ from lightning_mist.plan import ModuleMap, Plan, loader_of
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.cutting import CutRules
-from lightning_mist.runtime.parameters.flat_parts import AnyPart, pieces_of
-from lightning_mist.runtime.parameters.tensor_parts import parts_of
+from lightning_mist.runtime.parameters.parameter_parts import AnyPart, parts_of, pieces_of
 from lightning_mist.schedule.flats import stage_flats
 from lightning_mist.strategy.planning.division_proofs import prove_here
 from lightning_mist.strategy.training.engine import Engine

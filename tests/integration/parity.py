@@ -25,7 +25,6 @@ from lightning_mist.plan import (
 )
 from lightning_mist.runtime.communication.transport import Transport, Work
 from lightning_mist.runtime.executor import Executor, Microbatch
-from lightning_mist.runtime.parameters.flat_parts import AnyPart
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.optimizer_cut import (
     clip_by_norm,
@@ -33,7 +32,7 @@ from lightning_mist.runtime.parameters.optimizer_cut import (
     global_grad_norm,
     restrict_optimizer,
 )
-from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
+from lightning_mist.runtime.parameters.parameter_parts import AnyPart, Part, parts_of
 from lightning_mist.runtime.stage.pipeline_stage import make_stages
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.lowering import lower

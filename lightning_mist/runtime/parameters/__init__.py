@@ -21,11 +21,15 @@ from lightning_mist.runtime.parameters.buckets import (
     make_buckets,
     owned_buckets,
 )
-from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of, unversioned
 from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
 from lightning_mist.runtime.parameters.even_shards import EvenShards, FlatShard, shown, tell_presence
-from lightning_mist.runtime.parameters.flat_parts import AnyPart, pieces_of
-from lightning_mist.runtime.parameters.gather import ParameterGatherer
+from lightning_mist.runtime.parameters.gather import (
+    BufferSync,
+    ParameterGatherer,
+    UnitGather,
+    memory_of,
+    unversioned,
+)
 from lightning_mist.runtime.parameters.masters import MasterWeights, check_gradient_types, computing
 from lightning_mist.runtime.parameters.optimizer_cut import (
     OptimizerCut,
@@ -39,6 +43,5 @@ from lightning_mist.runtime.parameters.optimizer_cut import (
     own_state_dict,
     restrict_optimizer,
 )
-from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
-from lightning_mist.runtime.parameters.unit_gather import UnitGather
+from lightning_mist.runtime.parameters.parameter_parts import AnyPart, Part, parts_of, pieces_of
 from lightning_mist.runtime.parameters.unit_shards import UnitKey, UnitShards

@@ -20,7 +20,7 @@ from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.absent_parameters import AbsentGradient, present_meanwhile, shared_out
 from lightning_mist.runtime.parameters.buckets import Begun, Bucket, copy_some, either
-from lightning_mist.runtime.parameters.flat_parts import FlatPart
+from lightning_mist.runtime.parameters.parameter_parts import FlatPart
 from lightning_mist.schedule.flats import Flat
 from lightning_mist.schedule.stage_program import Key
 

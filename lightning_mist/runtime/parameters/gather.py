@@ -1,19 +1,146 @@
-"""The full values of all parameters, from the stages that hold them: for evaluation, checkpoints and teardown."""
+"""Values that ranks give each other: buffers, what was updated unit by unit, and for whoever asks all parameters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import replaced
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.mesh import make_mesh
+from lightning_mist.plan.mesh import Mesh, make_mesh
 from lightning_mist.plan.sharding import BUCKET_BYTES
 from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.runtime.parameters.absent_parameters import make_present
+from lightning_mist.runtime.parameters.buckets import Bucket, owned_buckets
 from lightning_mist.runtime.parameters.even_shards import FlatShard
-from lightning_mist.runtime.parameters.tensor_parts import speakers_of
+from lightning_mist.runtime.parameters.masters import MasterWeights
+from lightning_mist.runtime.parameters.parameter_parts import speakers_of
+from lightning_mist.runtime.parameters.unit_shards import UnitKey
 from lightning_mist.schedule.flats import Flat, stage_flats
+
+unversioned = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+"""Inside, writing into these tensors counts for nobody: what autograd saved of a buffer stays valid, as under DDP."""
+
+
+class BufferSync:
+    """The buffers of one rank's module, kept alike over ranks as torch's DDP does: those of rank 0 count.
+
+    They are broadcast before a forward, whatever the step does to them, if the forward before it was one whose
+    gradients were to be averaged. That a buffer is a constant cannot be told from outside (writing to its ``.data``
+    leaves no trace), so all are sent, as under data parallelism, in one message for each device.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport, *, is_enabled: bool = True) -> None:
+        self._module, self._transport, self.is_enabled = module, transport, is_enabled
+        self._world = tuple(range(transport.world_size))
+        # What DDP calls `require_forward_param_sync` and `require_backward_grad_sync`.
+        self._is_due, self._averages = True, True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next forward gives every rank the buffers of rank 0."""
+        return self.is_enabled and self._is_due
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients of a backward that comes now are to be averaged over ranks."""
+        return self._averages
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Inside, gradients are only added up, as inside DDP's ``no_sync``."""
+        return replaced(self, _averages=False)
+
+    def before_forward(self) -> Iterator[Work]:
+        """Give every rank the buffers of rank 0, if they are due; every rank calls it before the same forward."""
+        if not self.is_due or len(self._world) == 1:
+            return
+        together: dict[torch.device, list[Tensor]] = {}
+        for buffer in self._buffers():
+            together.setdefault(buffer.device, []).append(buffer)
+        for device, buffers in together.items():
+            yield from self._broadcast(buffers, device)
+
+    def after_forward(self) -> None:
+        """Note whether the buffers are to be alike again before the next forward."""
+        self._is_due = self._averages and torch.is_grad_enabled()
+
+    def _buffers(self) -> list[Tensor]:
+        # Asked anew each time: modules may put other tensors in their place.
+        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = self._module.named_buffers()
+        return [memory_of(buffer.detach()) for name, buffer in named if name not in ignored and not buffer.is_meta]
+
+    def _broadcast(self, buffers: list[Tensor], device: torch.device) -> Iterator[Work]:
+        sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+        if self._transport.rank == 0:
+            flat = torch.cat([buffer.contiguous().reshape(-1).view(torch.uint8) for buffer in buffers])
+        else:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        yield self._transport.broadcast(flat, 0, self._world)
+        if self._transport.rank == 0:
+            return
+        with torch.no_grad(), unversioned(tuple(buffers)):
+            for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
+                # A part may begin where its type may not: its copy begins anywhere.
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """A view in which no place of memory comes twice, though in ``tensor`` (one that was expanded) some do."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.select(dim, 0).unsqueeze(dim)
+    return tensor
+
+
+class UnitGather:
+    """Gives out what a stage's ranks have updated.
+
+    Args:
+        masters: Has what is given out of those that have masters.
+        even: What ranks share out evenly, by the unit with which it is updated.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        units: Mapping[UnitKey, Sequence[str]],
+        transport: Transport,
+        masters: MasterWeights | None,
+        even: Mapping[UnitKey, Sequence[FlatShard]],
+    ) -> None:
+        self._mesh, self._transport, self._masters = mesh, transport, masters
+        owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
+        dealt = {key: [name for name in names if name in owners] for key, names in units.items()}
+        self._of: dict[UnitKey, list[Bucket]] = {
+            key: [*owned_buckets(names, parameters, owners), *even.get(key, ())] for key, names in dealt.items()
+        }
+        self._under_way: dict[UnitKey, list[tuple[Bucket, tuple[Work, Callable[[], None]]]]] = {}
+
+    def begin(self, key: UnitKey) -> None:
+        """Start to give out a unit's parameters, which are updated where they are owned."""
+        casts = {} if self._masters is None else self._masters.given_out(is_cast=True)
+        self._under_way[key] = [(item, item.give_out(casts, self._mesh, self._transport)) for item in self._of[key]]
+
+    def finish(self) -> None:
+        """Wait for everything that is under way."""
+        for key in list(self._under_way):
+            self.end(key)
+
+    def end(self, key: UnitKey) -> None:
+        """Wait for a unit's parameters, and take over those of others."""
+        for bucket, (work, then) in self._under_way.pop(key, ()):
+            work.wait()
+            make_present(bucket.parameters)
+            with unversioned(bucket.parameters):
+                then()
+
+
+# The full values of all parameters, from the stages that hold them: for evaluation, checkpoints and teardown.
 
 _GATHER_TAG = 1 << 21
 """First tag of gathered parameters; tags of the executor and of batches are smaller."""

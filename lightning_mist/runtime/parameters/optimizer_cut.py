@@ -26,8 +26,7 @@ from lightning_mist.leaves import Path, Wrapping, on_host, plain_leaves, put_tog
 from lightning_mist.optimizers import like
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.parameters.flat_parts import AnyPart
-from lightning_mist.runtime.parameters.tensor_parts import Speakers
+from lightning_mist.runtime.parameters.parameter_parts import AnyPart, Speakers
 from lightning_mist.tensors import leaves, rebuild
 
 _STATE_TAG = 1 << 22
@@ -392,7 +391,7 @@ def global_grad_norm(
     Args:
         parameters: Every parameter of the module by canonical name; those of other stages have no gradient here.
         speakers: Who answers for each parameter; see
-            :func:`~lightning_mist.runtime.parameters.tensor_parts.speakers_of`.
+            :func:`~lightning_mist.runtime.parameters.parameter_parts.speakers_of`.
         names: Whose gradients count, in this order, equal on all ranks; every trained parameter if None.
         norm_type: Order of the norm, above 0; may be infinite.
         known: Norms of gradients that are elsewhere, by name.

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.gradients.reducer import GradientReducer, UnitGradients
-from lightning_mist.runtime.parameters.tensor_parts import parts_of
+from lightning_mist.runtime.parameters.parameter_parts import parts_of
 from lightning_mist.schedule.stage_units import ShardUnit
 from tests.integration.parity import make_plan as plan_of_layers
 from tests.memory_transport import InMemoryWorld, drive

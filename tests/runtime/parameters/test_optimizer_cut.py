@@ -17,11 +17,11 @@ from lightning_mist.runtime.parameters.optimizer_cut import (
     own_state_dict,
     restrict_optimizer,
 )
-from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of, speakers_of
+from lightning_mist.runtime.parameters.parameter_parts import Part, parts_of, speakers_of
 from tests.memory_transport import InMemoryWorld, drive
 from tests.packed import PACKED, Packed, UnderAKey
 from tests.plan.test_mesh import make_map, make_plan
-from tests.runtime.parameters.test_tensor_parts import split_map, split_plan
+from tests.runtime.parameters.test_parameter_parts import split_map, split_plan
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
