@@ -11,6 +11,7 @@ order of buckets; which action completes which gradients the executor says.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -63,14 +64,11 @@ class UnitGradients:
         names = frozenset[str]() if offloaded is None else offloaded.names
         self._group = tuple(sorted(mesh.shard_peers))
         self._replicates = tuple(sorted(mesh.replicate_peers))
-        owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
-        self._of: dict[UnitKey, list[Bucket]] = {}
-        self._owned: list[Bucket] = []
-        for key, unit in units.items():
-            dealt = [name for name in unit.reduced if name in owners]
-            owned = owned_buckets(dealt, parameters, owners, apart=names)
-            self._owned += owned
-            self._of[key] = [*(shard for shard in even if key in shard.flat.reduced), *owned]
+        owned = owned_buckets({key: unit.reduced for key, unit in units.items()}, parameters, mesh, apart=names)
+        self._owned = list(chain.from_iterable(owned.values()))
+        self._of: dict[UnitKey, list[Bucket]] = {
+            key: [*(shard for shard in even if key in shard.flat.reduced), *owned[key]] for key in units
+        }
         self._under_way: list[tuple[Bucket, Begun]] = []
 
     def keep_layouts(self) -> None:

@@ -106,19 +106,14 @@ class OffloadedGradients:
         # What several chunks of this rank use has several sums, and stays.
         often = Counter(name for unit in units.values() for name in unit.reduced)
         self.names = frozenset(name for name, count in often.items() if count == 1 and name in offloaded)
-        dealt = [item for item in mesh.held if not item.is_even]
-        owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in dealt}
+        names = {key: [name for name in unit.reduced if name in self.names] for key, unit in units.items()}
         self._of: dict[UnitKey, list[GradientSum]] = {}
-        for key, unit in units.items():
-            for shard in even.get(key, ()):
-                if shard.names[0] in self.names:
-                    self._of.setdefault(key, []).append(GradientSum(shard, is_mine=True))
-            names = (name for name in unit.reduced if name in self.names and name in owners)
-            for bucket in owned_buckets(names, parameters, owners):
-                is_mine = bucket.is_mine(mesh)
-                # From ZeRO-2 on others' gradients never stay.
-                if is_mine or not self._shares:
-                    self._of.setdefault(key, []).append(GradientSum(bucket, is_mine=is_mine))
+        for key, owned in owned_buckets(names, parameters, mesh).items():
+            buckets = (*(shard for shard in even.get(key, ()) if shard.names[0] in self.names), *owned)
+            sums = [GradientSum(bucket, is_mine=bucket.is_mine(mesh)) for bucket in buckets]
+            # From ZeRO-2 on others' gradients never stay.
+            if kept := [item for item in sums if item.is_mine or not self._shares]:
+                self._of[key] = kept
         self._place_of = {item.bucket.names: (key, item) for key, sums in self._of.items() for item in sums}
         self._at = {
             parameter: (key, item, index)
@@ -186,12 +181,11 @@ class OffloadedGradients:
         key, item = self._place_of.get(bucket.names, (None, None))
         if key is None or item is None:
             return False
-        had = bucket.present
         self._enter(key)
         assert item.flat is not None
         self._streams.uses([fresh], [item.flat])
         item.flat.add_(fresh) if self._stored[key] else item.flat.copy_(fresh)
-        item.present = either(item.present, had)
+        item.present = either(item.present, bucket.present)
         return True
 
     def is_there(self, key: UnitKey) -> bool:

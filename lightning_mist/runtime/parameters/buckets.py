@@ -12,6 +12,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.plan.sharding import BUCKET_BYTES, FIRST_BUCKET_BYTES, deal_buckets
 from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.schedule.stage_program import Key
 from lightning_mist.tensors import is_hollow
 
 Begun: TypeAlias = tuple[Work, Callable[[], Tensor | None]]
@@ -202,18 +203,24 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def owned_buckets(
-    names: Iterable[str],
-    parameters: Mapping[str, nn.Parameter],
-    owners: Mapping[str, int | None],
-    *,
-    apart: Collection[str] = (),
-) -> list[Bucket]:
-    """Buckets of parameters by owner, dtype and device, in their order; none mixes those ``apart`` with others."""
-    together: dict[tuple[int | None, bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-    for name in names:
-        p = parameters[name]
-        together.setdefault((owners[name], name in apart, p.dtype, p.device), []).append((name, p))
-    return [Bucket(items, owner) for (owner, *_), items in together.items()]
+    units: Mapping[Key, Iterable[str]], parameters: Mapping[str, nn.Parameter], mesh: Mesh, apart: Collection[str] = ()
+) -> dict[Key, list[Bucket]]:
+    """For each unit buckets of what its ranks update whole, by owner, dtype and device, in the order of the names.
+
+    Args:
+        units: Names of parameters; those that are shared out evenly are left out.
+        apart: Names that no bucket mixes with others.
+    """
+    owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in mesh.held if not item.is_even}
+    found: dict[Key, list[Bucket]] = {}
+    for key, names in units.items():
+        together: dict[tuple[int | None, bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        for name in names:
+            if name in owners:
+                p = parameters[name]
+                together.setdefault((owners[name], name in apart, p.dtype, p.device), []).append((name, p))
+        found[key] = [Bucket(items, owner) for (owner, *_), items in together.items()]
+    return found
 
 
 def check_dense(bucket: Bucket, ranks: int) -> None:

@@ -114,11 +114,8 @@ class UnitGather:
         even: Mapping[UnitKey, Sequence[FlatShard]],
     ) -> None:
         self._mesh, self._transport, self._masters = mesh, transport, masters
-        owners = {item.name: item.owner(mesh.stage) for item in mesh.held if not item.is_even}
-        dealt = {key: [name for name in names if name in owners] for key, names in units.items()}
-        self._of: dict[UnitKey, list[Bucket]] = {
-            key: [*owned_buckets(names, parameters, owners), *even.get(key, ())] for key, names in dealt.items()
-        }
+        owned = owned_buckets(units, parameters, mesh)
+        self._of: dict[UnitKey, list[Bucket]] = {key: [*owned[key], *even.get(key, ())] for key in units}
         self._under_way: dict[UnitKey, list[tuple[Bucket, tuple[Work, Callable[[], None]]]]] = {}
 
     def begin(self, key: UnitKey) -> None:
