@@ -29,6 +29,7 @@ class Bucket:
     Attributes:
         owner: Place in a shard group that updates them; None if every rank does.
         mine: Indices of the parameters of which a rank that updates some does something: here of all.
+        numel: Elements of a flat buffer of all parameters.
         num_counts: Elements behind the others in a buffer of gradients: for each parameter how many ranks had one.
         layouts: Tensors of their shapes and strides: they themselves, until :meth:`keep_layouts`.
         fresh: Gradients of the batch that runs, or has just run, as far as ranks have reduced them to this one.
@@ -40,7 +41,7 @@ class Bucket:
     ) -> None:
         self.names, self.parameters = tuple(name for name, _ in items), tuple(parameter for _, parameter in items)
         self.owner, self._alignment, self.layouts = owner, alignment, tuple[Tensor, ...](self.parameters)
-        self.num_counts = len(self.names)
+        self.numel, self.num_counts = padded_numel(self.parameters, alignment), len(self.names)
         self.mine: Sequence[int] = range(len(self.names))
         self.forget()
 
@@ -60,11 +61,6 @@ class Bucket:
         return self.owner in (None, mesh.shard_index)
 
     # A flat buffer ---------------------------------------------------------------------------------------------------
-
-    @property
-    def numel(self) -> int:
-        """Elements of a flat buffer of all parameters."""
-        return padded_numel(self.layouts, self._alignment)
 
     def buffer(self, dtype: torch.dtype, extra: int = 0) -> Tensor:
         """A flat buffer without values, with ``extra`` elements at its end."""

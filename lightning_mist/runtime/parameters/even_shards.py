@@ -40,7 +40,8 @@ class FlatShard(Bucket):
 
     def __init__(self, flat: Flat, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, FlatPart]) -> None:
         super().__init__([(name, parameters[name]) for name in flat.names])
-        self.flat, self.parts, self.num_counts = flat, [parts[name] for name in flat.names], 0
+        self.flat, self.parts = flat, [parts[name] for name in flat.names]
+        self.numel, self.num_counts = flat.piece * flat.degree, 0
         shapes = [part.inner_shape for part in self.parts]
         # Shape, strides and start of each parameter, and of what of it is this rank's, and what lies between them.
         strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
@@ -50,7 +51,7 @@ class FlatShard(Bucket):
         starts = [min(max(start - self._first, 0), flat.piece) for start in flat.starts]
         self._own_places = [((size,), (1,), start) for size, start in zip(sizes, starts, strict=False)]
         ends = [start + size for start, size in zip(flat.starts, flat.sizes, strict=False)]
-        gaps = zip(ends, (*flat.starts[1:-1], flat.piece * flat.degree), strict=True)
+        gaps = zip(ends, (*flat.starts[1:-1], self.numel), strict=True)
         self._gaps = [slice(end, then) for end, then in gaps if end < then]
         self.updated: Tensor | None = None
         self.home: Tensor | None = None
@@ -59,11 +60,6 @@ class FlatShard(Bucket):
         self.mine = [index for index, part in enumerate(self.parts) if part.is_mine]
         self.foreign = [index for index, part in enumerate(self.parts) if part.span != (0, flat.sizes[index])]
         self._stand_ins: dict[int, AbsentGradient] = {}
-
-    @property
-    def numel(self) -> int:
-        """Elements of a whole buffer."""
-        return self.flat.piece * self.flat.degree
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A view of each parameter's place in a whole buffer."""

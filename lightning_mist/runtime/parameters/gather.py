@@ -318,5 +318,5 @@ class ParameterGatherer:
 
 
 def _views(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    parts = flat.split([prod(shape) for shape in shapes])
+    parts = torch.split(flat, [prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

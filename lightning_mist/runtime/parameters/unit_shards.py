@@ -53,6 +53,7 @@ class _Shard:
         even: The bucket where they are shared out evenly.
         has_master: Whether what is computed with is cast, where it is owned, from what the optimizer updates.
         is_resident: Whether the values are here all the time.
+        views: The storage's of each parameter, whether it has its memory or not.
         is_attached: Whether the parameters are views of the storage.
         home: The values in host memory, if that is where they are, and they are this rank's.
         arriving: The end of their copy to the device, or of the values' way from another rank.
@@ -90,29 +91,28 @@ class _Shard:
         # Made once: they stay right whether the storage has its memory or not.
         self.flat = torch.empty(0, dtype=like.dtype, device=like.device)
         self._nbytes = 0
-        self._views: list[Tensor] = []
+        self.views: list[Tensor] = []
         self._nothing: list[Tensor] = []
 
     def lay_out(self) -> None:
         """Take the shapes and strides that the parameters have now; those shared out evenly are contiguous."""
         self.bucket.keep_layouts()
-        size = self.bucket.numel
-        self._nbytes = size * self.flat.element_size()
+        self._nbytes = self.bucket.numel * self.flat.element_size()
         self.allocate()
         nothing = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-        self.flat = nothing.set_(self._storage, 0, (size,), (1,))
-        self._views = self.bucket.views(self.flat)
+        self.flat = nothing.set_(self._storage, 0, (self.bucket.numel,), (1,))
+        self.views = self.bucket.views(self.flat)
         fill = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
         one = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
         # A number of its own for each that has no dimensions: others are told from what is here by their strides.
-        self._nothing = [one.expand(view.shape) if view.ndim else one.clone() for view in self._views]
+        self._nothing = [one.expand(view.shape) if view.ndim else one.clone() for view in self.views]
 
     def cast(self, masters: Mapping[str, Tensor]) -> None:
         """Fill the storage from masters, of which some may be elsewhere."""
         here = [index for index, name in enumerate(self.bucket.names) if name in masters]
         if here:
             values = [masters[self.bucket.names[index]] for index in here]
-            torch._foreach_copy_([self._views[index] for index in here], values)
+            torch._foreach_copy_([self.views[index] for index in here], values)
 
     @property
     def own(self) -> Tensor:
@@ -125,7 +125,7 @@ class _Shard:
 
     def take(self) -> None:
         """Move the parameters' values into the storage."""
-        torch._foreach_copy_(self._views, [parameter.data for parameter in self.bucket.parameters])
+        torch._foreach_copy_(self.views, [parameter.data for parameter in self.bucket.parameters])
         self.attach()
 
     def send_home(self, pool: HostPool) -> None:
@@ -135,10 +135,6 @@ class _Shard:
         self.bucket.keep(self.home.zero_(), [parameter.data for parameter in self.bucket.parameters])
         let_go(self.home)
         self.free()
-
-    def view(self, index: int) -> Tensor:
-        """The storage's view of one of the parameters."""
-        return self._views[index]
 
     def values(self) -> Mapping[str, Tensor]:
         """Values in host memory by name."""
@@ -151,7 +147,7 @@ class _Shard:
         self.is_attached = True
         # What is still to be updated stays what its user has to wait for.
         make_present(parameter for parameter in self.bucket.parameters if not is_awaited(parameter))
-        for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
+        for parameter, view in zip(self.bucket.parameters, self.views, strict=True):
             parameter.data = view
 
     def free(self) -> None:
@@ -256,7 +252,7 @@ class UnitShards:
     def cast_of(self, name: str) -> Tensor:
         """What is computed with of a parameter that has a master, while its storage has memory."""
         shard, index = self._cast_at[name]
-        return shard.view(index)
+        return shard.views[index]
 
     @property
     def flats(self) -> list[Tensor]:
