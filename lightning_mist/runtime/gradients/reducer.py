@@ -62,7 +62,6 @@ class UnitGradients:
         self._mesh, self._transport, self._offloaded = mesh, transport, offloaded
         self._even = even
         names = frozenset[str]() if offloaded is None else offloaded.names
-        self._group = tuple(sorted(mesh.shard_peers))
         self._replicates = tuple(sorted(mesh.replicate_peers))
         owned = owned_buckets({key: unit.reduced for key, unit in units.items()}, parameters, mesh, apart=names)
         self._owned = list(chain.from_iterable(owned.values()))

@@ -28,7 +28,7 @@ class Bucket:
 
     Attributes:
         owner: Place in a shard group that updates them; None if every rank does.
-        mine: Indices of the parameters of which a rank that updates some does something: here of all.
+        mine: Indices of the parameters of which this rank updates something, if it does of any: here of all.
         numel: Elements of a flat buffer of all parameters.
         num_counts: Elements behind the others in a buffer of gradients: for each parameter how many ranks had one.
         layouts: Tensors of their shapes and strides: they themselves, until :meth:`keep_layouts`.
@@ -40,7 +40,8 @@ class Bucket:
         self, items: Sequence[tuple[str, nn.Parameter]], owner: int | None = None, *, alignment: int = 1
     ) -> None:
         self.names, self.parameters = tuple(name for name, _ in items), tuple(parameter for _, parameter in items)
-        self.owner, self._alignment, self.layouts = owner, alignment, tuple[Tensor, ...](self.parameters)
+        self.owner, self._alignment = owner, alignment
+        self.layouts: Sequence[Tensor] = self.parameters
         self.numel, self.num_counts = padded_numel(self.parameters, alignment), len(self.names)
         self.mine: Sequence[int] = range(len(self.names))
         self.forget()
