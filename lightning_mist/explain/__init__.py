@@ -9,8 +9,12 @@ from lightning_mist.explain.baseline_plans import (
     compare_plans,
     faster_notes,
 )
-from lightning_mist.explain.explain_table import render_explanation, render_sections
-from lightning_mist.explain.explain_text import Section, explanation_data, explanation_sections
+from lightning_mist.explain.explain_text import (
+    explanation_data,
+    explanation_sections,
+    render_explanation,
+    render_sections,
+)
 from lightning_mist.explain.explanation import Explanation
 from lightning_mist.explain.fitting import estimate_of, plan_that_fits
 from lightning_mist.explain.plan_explanation import explain_plan, main_reasons

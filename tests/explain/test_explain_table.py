@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from lightning_mist.explain.explain_table import memory_table, render_explanation
+from lightning_mist.explain.explain_text import memory_table, render_explanation
 from lightning_mist.plan import Predicted, PredictedStage
 from tests.explain.test_explain_text import explanation
 from tests.tuner.plans import pipeline
