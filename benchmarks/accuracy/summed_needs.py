@@ -1,7 +1,7 @@
 """What the allocator takes for stages whose allocations are known, beside the sum of their tensors' bytes.
 
 Of plans that offload only the sum is known. How much more than that a device needs is taken from plans of which both
-are: :data:`lightning_mist.estimate.uncertainty.SPREADS` has the quantiles of this benchmark's record. The least with
+are: :data:`lightning_mist.estimate.device_need.SPREADS` has the quantiles of this benchmark's record. The least with
 which the allocations run, giving all free memory back in between, is hardly less than what is taken without a limit.
 
     python -m benchmarks.accuracy.summed_needs

@@ -5,15 +5,20 @@ What takes modules needs torch, and is imported when it is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.estimate.estimate_codec import as_data, estimate_to_json
-from lightning_mist.estimate.estimate_data import WORDS, MemoryEstimate, StageEstimate
-from lightning_mist.estimate.estimate_sweep import SweepPoint, combinations, parse_sweep, render_sweep, sweep_to_json
-from lightning_mist.estimate.estimate_table import render_estimate
+from lightning_mist.estimate.device_need import Interval
+from lightning_mist.estimate.estimate_data import WORDS, MemoryEstimate, StageEstimate, as_data, estimate_to_json
+from lightning_mist.estimate.estimate_table import (
+    SweepPoint,
+    combinations,
+    parse_sweep,
+    render_estimate,
+    render_sweep,
+    sweep_to_json,
+)
 from lightning_mist.estimate.memory_curve import MemoryCurve, memory_curves
 from lightning_mist.estimate.picture import COLORS, draw_memory
 from lightning_mist.estimate.plan_estimate import estimate_plan, estimate_prediction, limit_of
 from lightning_mist.estimate.stage_estimates import Estimator, stage_device
-from lightning_mist.estimate.uncertainty import Interval
 
 if TYPE_CHECKING:
     from lightning_mist.estimate.module_estimate import estimate_memory

@@ -1,15 +1,16 @@
-"""What a plan needs of every device's memory, as data.
+"""What a plan needs of every device's memory, as data, and that as JSON: bytes, and names that stay.
 
 Three figures of every stage's most loaded device: *allocated*, what tensors take; *reserved*, what the caching
 allocator holds for them; *device total*, with everything that is outside of it.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
 
-from lightning_mist.estimate.uncertainty import Interval
-from lightning_mist.plan import Plan
+from lightning_mist.estimate.device_need import Interval
+from lightning_mist.plan import Plan, to_json
 from lightning_mist.units import format_bytes, parse_bytes
 
 Verdict: TypeAlias = Literal["fits", "tight", "does not fit"]
@@ -274,3 +275,26 @@ def verdict_of(need: Interval, limit: int, least: int | None = None) -> Verdict:
     if need.p95 <= limit:
         return "fits"
     return "tight" if (need.p50 if least is None else least) <= limit else "does not fit"
+
+
+SCHEMA = 1
+"""The version of the document."""
+
+_PAIRS = ("terms", "values")
+"""Fields of records that hold pairs of a name and a number: objects in JSON."""
+
+
+def as_data(value: Any) -> Any:
+    """A record as JSON has it: fields by name, plans as in plan files."""
+    if isinstance(value, Plan):
+        return json.loads(to_json(value))
+    if is_dataclass(value):
+        found = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {name: dict(item) if name in _PAIRS else as_data(item) for name, item in found.items()}
+    return [as_data(item) for item in value] if isinstance(value, tuple) else value
+
+
+def estimate_to_json(estimate: MemoryEstimate) -> str:
+    """An estimate as text, with its verdict; equal estimates give equal text."""
+    derived = {"schema": SCHEMA, "verdict": estimate.verdict, "worst_stage": estimate.worst.stage}
+    return json.dumps({**derived, **as_data(estimate)}, indent=1, allow_nan=False) + "\n"

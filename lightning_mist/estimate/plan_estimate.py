@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from lightning_mist.cost.memory import TERMS, StageMemory
 from lightning_mist.errors import PlanError
+from lightning_mist.estimate.device_need import Interval
 from lightning_mist.estimate.estimate_data import Change, HostNeed, MemoryEstimate, StageEstimate, verdict_of, worst_of
 from lightning_mist.estimate.stage_estimates import (
     Estimator,
@@ -16,7 +17,6 @@ from lightning_mist.estimate.stage_estimates import (
     summed_estimate,
     what_is_not_run,
 )
-from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster, host_memory, single, usable_host_bytes
 from lightning_mist.plan import Feature, ModuleMap, Plan, PredictedStage, plan_of
 from lightning_mist.plan.changes import OFFLOADS, RECOMPUTATION, ZERO, anywhere, with_microbatches

@@ -12,7 +12,7 @@ from lightning_mist.cli.html_output import (
     memory_words,
     render_comparison,
 )
-from lightning_mist.estimate.uncertainty import Interval
+from lightning_mist.estimate.device_need import Interval
 from lightning_mist.explain import estimate_of
 from lightning_mist.explain.baseline_plans import ComparedPlan, compare_plans
 from lightning_mist.plan import OffloadRatios, StageMesh, from_json, load

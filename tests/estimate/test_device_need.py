@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.estimate.allocator.allocator_data import MemoryEvent, free, malloc
-from lightning_mist.estimate.device_need import DeviceOverheads, replayed_need, summed_need
-from lightning_mist.estimate.uncertainty import SPREADS
+from lightning_mist.estimate.device_need import SPREADS, DeviceOverheads, replayed_need, summed_need
 from lightning_mist.hardware import Cluster, Device
 from lightning_mist.hardware.catalog.memory_overheads import NOTHING, Overhead
 

@@ -1,8 +1,7 @@
 import json
 from dataclasses import replace
 
-from lightning_mist.estimate.estimate_codec import estimate_to_json
-from lightning_mist.estimate.estimate_data import Change, PeakTensor
+from lightning_mist.estimate.estimate_data import Change, PeakTensor, estimate_to_json
 from lightning_mist.plan import to_json
 from tests.estimate.test_estimate_data import ESTIMATE, PLAN
 

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_mist.estimate.device_need import Interval
 from lightning_mist.estimate.estimate_data import Change, MemoryEstimate, StageEstimate, verdict_of
-from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.plan import plan_of
 
 PLAN = plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2)

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.estimate.estimate_codec import estimate_to_json
-from lightning_mist.estimate.estimate_sweep import SweepPoint, combinations, parse_sweep, render_sweep, sweep_to_json
+from lightning_mist.estimate.estimate_data import estimate_to_json
+from lightning_mist.estimate.estimate_table import SweepPoint, combinations, parse_sweep, render_sweep, sweep_to_json
 from tests.estimate.test_estimate_data import ESTIMATE
 
 KNOWN = ("microbatch_size", "zero_stage")

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.estimate.uncertainty import Interval
+from lightning_mist.estimate.device_need import Interval
 
 
 def test_intervals_have_an_order():

@@ -6,7 +6,7 @@ from math import ceil, hypot
 import pytest
 
 from benchmarks.record import RECORDS, read_record
-from lightning_mist.estimate.uncertainty import SPREADS, Interval, Spread
+from lightning_mist.estimate.device_need import SPREADS, Interval, Spread
 
 
 def spread_of(errors: Iterable[float], source: tuple[str, ...]) -> Spread:

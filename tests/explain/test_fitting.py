@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.planner.apart import spec_of
 from lightning_mist.estimate import MemoryEstimate
-from lightning_mist.estimate.uncertainty import Interval
+from lightning_mist.estimate.device_need import Interval
 from lightning_mist.explain import fitting
 from lightning_mist.explain.fitting import estimate_of, plan_that_fits
 from lightning_mist.hardware import parse_cluster

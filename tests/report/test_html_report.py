@@ -8,7 +8,7 @@ import pytest
 from lightning_mist.cli.html_output import check_drawn
 from lightning_mist.cost import with_units
 from lightning_mist.errors import PlanError
-from lightning_mist.estimate.uncertainty import Interval
+from lightning_mist.estimate.device_need import Interval
 from lightning_mist.explain import ComparedPlan, baselines, compare_plans, estimate_of, explain_plan
 from lightning_mist.plan import OffloadRatios, StageMesh
 from lightning_mist.plan.plan_text import recipe_of
