@@ -32,13 +32,13 @@ class StreamAllocator(CachingAllocator):
     """An allocator that knows which streams use what others have allocated.
 
     Attributes:
-        active: Bytes ``allocated``, and of what was freed while another stream still uses it.
+        active: Bytes ``allocated``, and of what was freed while another stream still uses it; ``peak_active`` the most.
     """
 
     def __init__(self, settings: AllocatorSettings) -> None:
         """Nothing is allocated."""
         super().__init__(settings)
-        self.active = 0
+        self.active = self.peak_active = 0
         self._users: dict[Block, set[str]] = {}
         self._waiting: list[Block] = []
         self._has_finished = False
@@ -50,6 +50,7 @@ class StreamAllocator(CachingAllocator):
         before = self.allocated
         is_served = super().malloc(identity, nbytes, stream)
         self.active += self.allocated - before
+        self.peak_active = max(self.peak_active, self.active)
         return is_served
 
     def free(self, identity: int) -> None:
@@ -98,18 +99,16 @@ class StreamAllocator(CachingAllocator):
 def simulated(events: Sequence[StreamEvent], settings: AllocatorSettings) -> dict[str, int]:
     """What the simulation says of events: peaks of bytes, flushes, and how many events there was memory for."""
     device = StreamAllocator(settings)
-    peaks = dict.fromkeys(("requested", "allocated", "active"), 0)
     ran = len(events)
     for index, (kind, identity, nbytes, stream) in enumerate(events):
-        if kind == "malloc":
-            if not device.malloc(identity, nbytes, stream):
-                ran = index
-                break
-            peaks = {name: max(peak, getattr(device, name)) for name, peak in peaks.items()}
-        elif kind == "free":
+        if kind == "free":
             device.free(identity)
         elif kind == "use":
             device.use(identity, stream)
-        else:
+        elif kind == "finish":
             device.finish(stream)
-    return {**peaks, "reserved": device.peak_reserved, "flushes": device.flushes, "events": ran}
+        elif not device.malloc(identity, nbytes, stream):
+            ran = index
+            break
+    peaks = {name: getattr(device, f"peak_{name}") for name in ("requested", "allocated", "active", "reserved")}
+    return {**peaks, "flushes": device.flushes, "events": ran}

@@ -72,7 +72,7 @@ def samples_of(name: str, precision: str, length: int) -> Iterator[Sample]:
             events = (*workspaces(overheads.workspace_bytes), *replay.memory_events())
             stage = plan.stages[group]
             summed = sums[group].allocated.p50
-            least, unlimited = least_capacity(events), simulate_allocator(events).peak
+            least, unlimited = least_capacity(events), simulate_allocator(events)
             yield {
                 "model": name,
                 "precision": precision,
@@ -83,11 +83,11 @@ def samples_of(name: str, precision: str, length: int) -> Iterator[Sample]:
                 "checkpointed": stage.checkpointing.layers,
                 "rows": stage.microbatch_size,
                 "summed_bytes": summed,
-                "tensor_bytes": unlimited.allocated,
+                "tensor_bytes": unlimited.peak_allocated,
                 "least_bytes": least,
-                "unlimited_bytes": unlimited.reserved,
+                "unlimited_bytes": unlimited.peak_reserved,
                 "least_over_summed": least / summed,
-                "unlimited_over_summed": unlimited.reserved / summed,
+                "unlimited_over_summed": unlimited.peak_reserved / summed,
             }
 
 

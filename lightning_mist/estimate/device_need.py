@@ -306,21 +306,21 @@ def replayed_need(
     limit = cluster.device.memory_bytes if limit is None else limit
     free_of_limits = replace(settings, capacity_bytes=None, garbage_collection_threshold=None)
     if not overheads.has_allocator:
-        return _without_allocator(simulate_allocator(events, free_of_limits).peak.requested, SPREADS["allocated"])
+        return _without_allocator(simulate_allocator(events, free_of_limits).peak_requested, SPREADS["allocated"])
     every = (*workspaces(overheads.workspace_bytes), *events)
     capacity = allocator_capacity(cluster, overheads)
     unlimited = simulate_allocator(every, free_of_limits)
-    result, least, needed = unlimited, unlimited.peak.reserved, 0
+    result, least, needed = unlimited, unlimited.peak_reserved, 0
     room = max(1, min(capacity, limit - overheads.outside.expected))
-    if unlimited.peak.allocated <= room < least:
+    if unlimited.peak_allocated <= room < least:
         least = needed = least_capacity(every, settings)
         result = simulate_allocator(every, replace(settings, capacity_bytes=max(room, least)))
     return _with_allocator(
-        allocated=SPREADS["allocated"].of(unlimited.peak.allocated),
-        reserved=result.peak.reserved,
-        comfortable=unlimited.peak.reserved,
+        allocated=SPREADS["allocated"].of(unlimited.peak_allocated),
+        reserved=result.peak_reserved,
+        comfortable=unlimited.peak_reserved,
         least=least,
-        surely=(_short_of(unlimited.peak.allocated, SPREADS["allocated"]), _short_of(needed, SPREADS["reserved"])),
+        surely=(_short_of(unlimited.peak_allocated, SPREADS["allocated"]), _short_of(needed, SPREADS["reserved"])),
         overheads=overheads,
         spread=SPREADS["reserved"],
         limit=limit,

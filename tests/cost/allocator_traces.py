@@ -10,7 +10,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 def reserved(*events: MemoryEvent, **settings: object) -> int:
     """Most bytes that were ever reserved."""
-    return simulate_allocator(events, AllocatorSettings(**settings)).peak.reserved  # type: ignore[arg-type]
+    return simulate_allocator(events, AllocatorSettings(**settings)).peak_reserved  # type: ignore[arg-type]
 
 
 SIZES = st.one_of(

@@ -46,7 +46,7 @@ def test_on_cpu_nothing_comes_on_top() -> None:
 def test_workspaces_are_allocated_once_per_handle_and_stay() -> None:
     events = [*workspaces(32 * MIB), malloc(0, 512), malloc(1, 512)]
     result = simulate_allocator(events)
-    assert result.peak.reserved == 2 * 32 * MIB + 2 * MIB
+    assert result.peak_reserved == 2 * 32 * MIB + 2 * MIB
 
 
 def test_messages_between_stages_hold_the_buffers_of_their_few_channels() -> None:

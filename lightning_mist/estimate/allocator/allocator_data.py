@@ -1,4 +1,4 @@
-"""What goes into a simulation of torch's caching allocator and what comes out: events, settings, results."""
+"""What goes into a simulation of torch's caching allocator: events, settings; and the blocks that it works on."""
 
 import difflib
 from bisect import bisect_left, insort
@@ -90,39 +90,6 @@ class AllocatorSettings:
         divisions = self.roundup_power2_divisions
         if divisions is not None and (divisions < 1 or divisions & (divisions - 1)):
             raise ValueError(f"roundup_power2_divisions = {divisions}: it must be a power of two")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorBytes:
-    """Bytes by torch's words.
-
-    Attributes:
-        requested: What living tensors asked for.
-        allocated: The same in whole blocks (``torch.cuda.memory_allocated``).
-        reserved: What was taken from the device (``torch.cuda.memory_reserved``).
-    """
-
-    requested: int
-    allocated: int
-    reserved: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorResult:
-    """What the allocator did with a list of events.
-
-    Attributes:
-        peak: Largest value of each figure; each may be reached at another event.
-        flushes: How often everything that was free was given back to the device because a request did not fit
-            (``num_alloc_retries``). Each one waits for the device.
-        out_of_memory: Index of the request that could not be served, where the simulation ended after all that can be
-            given back was given back; None if it ran through.
-    """
-
-    peak: AllocatorBytes
-    final: AllocatorBytes
-    flushes: int
-    out_of_memory: int | None
 
 
 def _boolean(text: str) -> bool:

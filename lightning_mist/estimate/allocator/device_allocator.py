@@ -5,7 +5,7 @@ After ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp`` of tor
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -13,8 +13,6 @@ from lightning_mist.estimate.allocator.allocator_data import (
     BLOCK_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
-    AllocatorBytes,
-    AllocatorResult,
     AllocatorSettings,
     Block,
     MemoryEvent,
@@ -37,13 +35,21 @@ class CachingAllocator:
     """Blocks by identity, pools by stream, and what is held.
 
     Attributes:
-        requested: See :class:`AllocatorBytes`; so ``allocated`` and ``reserved``.
+        requested: What living tensors ask for, in bytes.
+        allocated: The same in whole blocks (``torch.cuda.memory_allocated``).
+        reserved: What was taken from the device (``torch.cuda.memory_reserved``).
+        peak_requested, peak_allocated, peak_reserved: The most of each; each may have been there at another moment.
+        flushes: How often everything that was free was given back to the device because a request did not fit
+            (``num_alloc_retries``). Each one waits for the device.
+        out_of_memory: Index of the event of a simulation that could not be served, where it ended after all that can be
+            given back was given back; None if it ran through.
     """
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self.requested = self.allocated = self.reserved = 0
-        self.peak_reserved = 0
+        self.peak_requested = self.peak_allocated = self.peak_reserved = 0
         self.flushes = 0
+        self.out_of_memory: int | None = None
         self._settings = settings
         self._pools: tuple[dict[str, Pool], dict[str, Pool]] = ({}, {})
         self._living: dict[int, Block | None] = {}
@@ -79,6 +85,8 @@ class CachingAllocator:
         self._living[identity] = block
         self.requested += nbytes
         self.allocated += block.size
+        self.peak_requested = max(self.peak_requested, self.requested)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return True
 
     def free(self, identity: int) -> None:
@@ -87,10 +95,6 @@ class CachingAllocator:
         del self._living[identity]
         if block is not None:
             self._recover(block)
-
-    def held(self) -> AllocatorBytes:
-        """What is held now."""
-        return AllocatorBytes(requested=self.requested, allocated=self.allocated, reserved=self.reserved)
 
     def flush(self) -> None:
         """Give everything back that is free in whole segments or pages."""
@@ -269,30 +273,20 @@ def _rounded_to_divisions(nbytes: int, divisions: int) -> int:
 _STEP_BYTES = 2 << 20
 
 
-def simulate_allocator(events: Sequence[MemoryEvent], settings: AllocatorSettings | None = None) -> AllocatorResult:
-    """Replay allocations through the caching allocator.
+def simulate_allocator(events: Iterable[MemoryEvent], settings: AllocatorSettings | None = None) -> CachingAllocator:
+    """The caching allocator behind some events.
 
     Raises:
         ValueError: If an event names an allocation that does not exist, or makes one that does.
     """
     device = CachingAllocator(settings or AllocatorSettings())
-    failed = None
-    requested = allocated = 0
     for index, (kind, identity, nbytes, stream) in enumerate(events):
         if kind == "free":
             device.free(identity)
-            continue
-        if not device.malloc(identity, nbytes, stream):
-            failed = index
+        elif not device.malloc(identity, nbytes, stream):
+            device.out_of_memory = index
             break
-        requested = max(requested, device.requested)
-        allocated = max(allocated, device.allocated)
-    return AllocatorResult(
-        peak=AllocatorBytes(requested=requested, allocated=allocated, reserved=device.peak_reserved),
-        final=device.held(),
-        flushes=device.flushes,
-        out_of_memory=failed,
-    )
+    return device
 
 
 def least_capacity(events: Sequence[MemoryEvent], settings: AllocatorSettings | None = None) -> int:
@@ -307,7 +301,7 @@ def least_capacity(events: Sequence[MemoryEvent], settings: AllocatorSettings | 
     settings = settings or AllocatorSettings()
     # Giving back early is a choice made below a capacity; it is no part of what is needed.
     free_of_limits = replace(settings, capacity_bytes=None, garbage_collection_threshold=None)
-    enough, too_little = simulate_allocator(events, free_of_limits).peak.reserved, 0
+    enough, too_little = simulate_allocator(events, free_of_limits).peak_reserved, 0
     while enough - too_little > _STEP_BYTES:
         middle = too_little + (enough - too_little) // _STEP_BYTES // 2 * _STEP_BYTES
         result = simulate_allocator(events, replace(free_of_limits, capacity_bytes=middle))

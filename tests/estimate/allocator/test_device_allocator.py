@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.estimate.allocator.allocator_data import (
-    AllocatorBytes,
     AllocatorSettings,
     MemoryEvent,
     free,
@@ -19,10 +18,10 @@ from tests.tiers import examples
 def test_a_large_block_is_split_only_if_more_than_1_mib_remains() -> None:
     # 13 MiB in a segment of 14 MiB: the rest of 1 MiB stays with the block.
     result = simulate_allocator([malloc(0, 13 * MIB)])
-    assert result.peak.allocated == result.peak.reserved == 14 * MIB
+    assert result.peak_allocated == result.peak_reserved == 14 * MIB
     # 13 MiB less 512 bytes leave 1 MiB and 512 bytes: split.
     result = simulate_allocator([malloc(0, 13 * MIB - 512)])
-    assert result.peak.allocated == 13 * MIB - 512
+    assert result.peak_allocated == 13 * MIB - 512
 
 
 def test_what_is_too_large_to_be_split_serves_only_what_is_nearly_as_large() -> None:
@@ -32,19 +31,19 @@ def test_what_is_too_large_to_be_split_serves_only_what_is_nearly_as_large() -> 
     assert reserved(*large, malloc(1, 42 * MIB), **limited) == 60 * MIB  # unsplit: 18 MiB more than asked for
     assert reserved(*large, malloc(1, 40 * MIB), **limited) == 100 * MIB  # 20 MiB more is too much
     result = simulate_allocator([*large, malloc(1, 42 * MIB)], AllocatorSettings(max_split_bytes=32 * MIB))
-    assert result.final.allocated == 60 * MIB
+    assert result.allocated == 60 * MIB
 
 
 def test_blocks_too_large_to_be_split_are_given_back_before_all_others() -> None:
     # At 150 MiB, 40 MiB need only the free 60 MiB back; the free 20 MiB stay reserved.
     events = [malloc(0, 60 * MIB), malloc(1, 60 * MIB), malloc(2, 20 * MIB), free(0), free(2), malloc(3, 40 * MIB)]
     result = simulate_allocator(events, AllocatorSettings(capacity_bytes=150 * MIB, max_split_bytes=32 * MIB))
-    assert (result.final.reserved, result.flushes) == (120 * MIB, 0)
+    assert (result.reserved, result.flushes) == (120 * MIB, 0)
     # Several of them where one does not suffice, the largest first.
     events = [malloc(0, 40 * MIB), malloc(1, 50 * MIB), malloc(2, 40 * MIB), free(0), free(1), free(2)]
     setup = AllocatorSettings(capacity_bytes=150 * MIB, max_split_bytes=32 * MIB)
     result = simulate_allocator([*events, malloc(3, 80 * MIB)], setup)
-    assert (result.final.reserved, result.flushes) == (120 * MIB, 0)
+    assert (result.reserved, result.flushes) == (120 * MIB, 0)
 
 
 def test_blocks_that_have_long_been_free_are_collected_above_the_threshold() -> None:
@@ -54,14 +53,14 @@ def test_blocks_that_have_long_been_free_are_collected_above_the_threshold() -> 
     limited = {"capacity_bytes": 1000 * MIB}
     assert reserved(*events, **limited) == (30 + 40 + 24 + 50 + 60) * MIB
     result = simulate_allocator(events, AllocatorSettings(garbage_collection_threshold=0.12, **limited))
-    assert result.final.reserved == (40 + 24 + 50 + 60) * MIB
+    assert result.reserved == (40 + 24 + 50 + 60) * MIB
 
 
 def test_sizes_can_be_rounded_to_parts_of_powers_of_two() -> None:
     setup = AllocatorSettings(roundup_power2_divisions=4)
     sizes = [(1200, 1536), (5 * KIB, 5 * KIB), (1200 * KIB, 1280 * KIB), (4 * MIB, 4 * MIB), (4 * MIB + 1, 5 * MIB)]
     for asked, rounded in sizes:
-        assert simulate_allocator([malloc(0, asked)], setup).peak.allocated == rounded
+        assert simulate_allocator([malloc(0, asked)], setup).peak_allocated == rounded
 
 
 def test_events_that_contradict_each_other_are_refused() -> None:
@@ -204,10 +203,9 @@ def test_what_is_reserved_covers_what_is_allocated_and_stays_within_the_capacity
         else:
             device.free(event.identity)
             living.discard(event.identity)
-        held = device.held()
-        assert held.requested <= held.allocated <= held.reserved
-        assert setup.capacity_bytes is None or held.reserved <= setup.capacity_bytes
+        assert device.requested <= device.allocated <= device.reserved
+        assert setup.capacity_bytes is None or device.reserved <= setup.capacity_bytes
     for identity in living:
         device.free(identity)
     device.flush()
-    assert device.held() == AllocatorBytes(requested=0, allocated=0, reserved=0)
+    assert (device.requested, device.allocated, device.reserved) == (0, 0, 0)

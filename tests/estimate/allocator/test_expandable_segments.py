@@ -23,7 +23,7 @@ def test_an_expandable_segment_grows_where_its_free_end_is() -> None:
     assert reserved(*apart, **expandable) == 80 * MIB
     assert reserved(*apart) == 146 * MIB
     # Blocks are cut exactly, whatever remains.
-    assert simulate_allocator([malloc(0, 13 * MIB)], AllocatorSettings(**expandable)).peak.allocated == 13 * MIB
+    assert simulate_allocator([malloc(0, 13 * MIB)], AllocatorSettings(**expandable)).peak_allocated == 13 * MIB
 
 
 def test_an_expandable_segment_gives_back_whole_pages_and_maps_them_again_elsewhere() -> None:
@@ -32,7 +32,7 @@ def test_an_expandable_segment_gives_back_whole_pages_and_maps_them_again_elsewh
     setup = AllocatorSettings(capacity_bytes=80 * MIB, expandable_segments=True)
     result = simulate_allocator(events, setup)
     assert result.out_of_memory is None
-    assert (result.flushes, result.final.reserved) == (1, 80 * MIB)
+    assert (result.flushes, result.reserved) == (1, 80 * MIB)
     result = simulate_allocator(events, AllocatorSettings(capacity_bytes=79 * MIB, expandable_segments=True))
     assert result.out_of_memory is not None
 

@@ -300,7 +300,7 @@ def test_long_schedules_are_cut_short_without_a_difference(network, schedule, ze
 def test_the_allocator_takes_the_events(network):
     replay = replay_group(network, make_plan([2, 2], parts=4), 0)
     result = simulate_allocator(replay.memory_events(), AllocatorSettings())
-    assert result.peak.requested >= replay.peak_bytes
+    assert result.peak_requested >= replay.peak_bytes
 
 
 def test_terms_over_time_add_up(network):
