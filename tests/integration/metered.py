@@ -107,7 +107,7 @@ class _Send:
         self.work, self.tensor = work, tensor
 
     def is_completed(self) -> bool:
-        return self.work.is_completed()
+        return bool(self.work.is_completed())
 
     def wait(self) -> None:
         self.work.wait()

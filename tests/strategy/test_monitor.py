@@ -186,9 +186,9 @@ def test_batches_of_another_shape_teach_nothing(tmp_path, rows, lessons):
 def test_a_device_is_waited_for_and_compared_in_the_first_timed_steps_only(tmp_path, monkeypatch, capsys):
     monitor, module, _ = make(tmp_path)
     run(monitor, module, 2)  # what they measure, they measure on a real device
-    waited, compared = [], []
+    waited, compared, compare = [], [], monitor._compare
     monkeypatch.setattr(monitor_module, "ops_of", lambda _: SimpleNamespace(synchronize=lambda: waited.append(1)))
-    monkeypatch.setattr(monitor, "_compare", lambda: compared.append(len(monitor._seconds)))
+    monkeypatch.setattr(monitor, "_compare", lambda: compared.append(len(monitor._seconds)) or compare())
     monitor.device = torch.device("cuda")
     run(monitor, module, 15)
     assert len(waited) == 10
