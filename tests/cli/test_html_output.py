@@ -108,9 +108,9 @@ def test_table():
     text = render_comparison(compared(), ["to know"])
     lines = {line.strip("│").split("│")[0].strip(): line for line in text.splitlines() if line.startswith("│")}
     assert "1.000" in lines["this plan"]
-    assert "2 stages; 2 microbatches of 4 rows" in lines["this plan"]
+    assert "pp 2, microbatch 4 x 2" in lines["this plan"]
     assert "the same plan " in lines["same"]
-    for words in ("4 s", "2.000", "32", "2.9 KiB", "1 with tensor 2 x context 2"):
+    for words in ("4 s", "2.000", "32", "2.9 KiB", "tp 1 to 2, cp 1 to 2, pp 2, offload gradients 0 to 100%"):
         assert words in lines["moved *"]
     assert "the same plan as moved" in lines["again *"]
     assert "does not fit: needs 3 GiB of 2 GiB per device (to know)" in lines["none"]
@@ -121,7 +121,7 @@ def test_table():
 def test_narrow_tables_lose_nothing():
     text = render_comparison(compared(), width=80)
     assert max(map(len, text.splitlines())) <= 80
-    for words in ("host:", "gradients", "32", "2.9 KiB", "2.000"):
+    for words in ("offload", "gradients", "32", "2.9 KiB", "2.000"):
         assert words in text
 
 
