@@ -352,8 +352,7 @@ def test_what_is_faster_is_said_once_with_what_it_does():
     ]
     first, late, fused = faster_notes(compare_plans(ours, others))
     assert first == (
-        "quick takes 5.0% less on the clock: 2 stages; 2 microbatches of 4 rows. Its plan is in what --json prints, "
-        "under compare"
+        "quick takes 5.0% less on the clock: pp 2, microbatch 4 x 2. Its plan is in what --json prints, under compare"
     )
     assert late.startswith("late takes 1.5% less on the clock: schedule zb-h1 in place of 1f1b. ")
     assert "25.0% less on the clock: the kernels of another stack (fused); bf16-mixed. " in fused
