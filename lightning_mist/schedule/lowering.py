@@ -10,6 +10,8 @@ order, earlier if need be: with chunks on two groups, activations and gradients 
 Buffers of sends are freed without asking the other side. When a computation's wait for another group of devices is
 over, that group had come to the send that answered it; and whatever it had consumed before that send had arrived. Under
 1F1B, for example, the activation of microbatch ``g`` tells a stage which of its gradients the stage before has taken.
+
+A *program* is the same list by numbers, for clocks that ask for it often; both place transfers by one function.
 """
 
 from collections import defaultdict

@@ -56,7 +56,7 @@ def quiet_fakes() -> Iterator[None]:
     An operator that fails on fakes is in the reason that the map gives; one that there is a rule for follows it.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    with replaced(log, disabled=True), without_warnings():
+    with replaced(log, disabled=True), without_warnings(), warnings.catch_warnings():
         # Our global hooks fire twice for a wrapper of compiled code and what is in it, which is what they are for.
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         with memory_rules():

@@ -41,7 +41,7 @@ class GradientSum:
 
     Attributes:
         form: Like the flat tensor that holds them, at its end ``num_counts`` numbers: how many ranks had each.
-        present: Which of them this rank had.
+        present: Which of them this rank had; once they are reduced, any rank, in earlier batches too.
         earlier, earlier_present: The same of earlier batches, to which this one's will be added.
         sent: What travels to other ranks: they in the type that is computed in; behind that what has arrived.
         begun: Their way there.
