@@ -213,9 +213,8 @@ class OffloadedGradients:
         leaving = [item for item in self._of[key] if item.is_mine or not is_last]
         for item in self._of[key]:
             if item.begun is not None:
-                work, result = item.begun
-                work.wait()
-                item.sent = result()
+                item.begun[0].wait()
+                item.sent = item.begun[1]()
             elif is_last and not self._shares and self._mesh.plan.num_loaders > 1:
                 assert item.flat is not None
                 item.flat.mul_(1.0 / self._mesh.plan.num_loaders)

@@ -129,7 +129,16 @@ class Bucket:
             PlanError: If a gradient is not dense.
         """
         check_dense(self, len(mesh.shard_peers))
-        flat, scale = self.buffer(self.parameters[0].dtype, self.num_counts), 1.0 / mesh.plan.num_loaders
+        flat = self.buffer(self.parameters[0].dtype, self.num_counts)
+        self.mark(flat, self._move_gradients(flat, 1.0 / mesh.plan.num_loaders))
+        return self.reduce(flat, mesh, transport)
+
+    def _move_gradients(self, flat: Tensor, scale: float) -> list[bool]:
+        """Move gradients, times ``scale``, into a buffer, zeros where there are none; nobody has them behind that.
+
+        Returns:
+            Which there were.
+        """
         views, gradients = self.views(flat), [parameter.grad for parameter in self.parameters]
         for gradient, view in zip(gradients, views, strict=True):
             if gradient is None:
@@ -145,8 +154,7 @@ class Bucket:
             flat[: self.numel].mul_(scale)
         for parameter in self.parameters:
             parameter.grad = None
-        self.mark(flat, [gradient is not None for gradient in gradients])
-        return self.reduce(flat, mesh, transport)
+        return [gradient is not None for gradient in gradients]
 
     def mark(self, flat: Tensor, had: Sequence[bool]) -> None:
         """Say of a buffer of gradients which there are: the others are zeros in it."""
