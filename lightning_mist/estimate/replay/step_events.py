@@ -50,16 +50,14 @@ class Run:
 
     def _template(self, stage: int, known: dict[tuple[object, ...], StageTemplate]) -> StageTemplate:
         plan, view = self._view.plan.stages[stage], self._view
-        # What is cast is gone before it is added.
-        casts = view.spec.master_weights
-        freed = frozenset(name for name, regions in view.regions_of.items() if casts or len(regions[stage]) > 1)
+        tied = frozenset(name for name, regions in view.regions_of.items() if len(regions[stage]) > 1)
         shape = StageShape(
             first=plan.layers[0], end=plan.layers[1], checkpointed=plan.checkpointing.layers, rows=plan.microbatch_size
         )
         degrees = plan.mesh.tensor_parallel_degree, plan.mesh.context_parallel_degree, plan.mesh.sequence_parallel
         key = (shape, *degrees, plan.method)
         if key not in known:
-            known[key] = stack(view.spec.computing(plan.method), shape, freed=freed)
+            known[key] = stack(view.spec.computing(plan.method), shape, tied=tied, casts=view.spec.master_weights)
         return known[key]
 
     def play(self) -> tuple[EventTape, int]:

@@ -19,6 +19,7 @@ Array axes
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -205,10 +206,15 @@ class _Entries:
     def __init__(self) -> None:
         self._moments: list[int] = []  # twice the position, and one more for births
         self._events: list[int] = []
+        self._casts: dict[int, int] = {}
 
     def add(self, position: int, slot: int, *, is_born: bool) -> None:
         self._moments.append(2 * position + is_born)
         self._events.append(slot + 1 if is_born else -(slot + 1))
+
+    def cast(self, position: int, slot: int) -> None:
+        """Note that a gradient is cast before what dies there does, and not freed by these events."""
+        self._casts[slot] = 2 * position
 
     def run(self, owned: Mapping[int, str] = MappingProxyType({})) -> PartRun:
         """Events in order, what dies at a position before what is born there; and gradients of parameters, by slot."""
@@ -217,23 +223,27 @@ class _Entries:
         events_E = np.array(self._events, dtype=np.int64)[order_E]
         if not owned:
             return PartRun(events_E=events_E)
-        passed_E = np.searchsorted(moment_E[order_E], moment_E[order_E], side="right")
+        moment_E = moment_E[order_E]
+        passed_E = np.searchsorted(moment_E, moment_E, side="right")
         events = zip(events_E.tolist(), passed_E.tolist(), strict=True)
-        mortal = {-event - 1 for event in self._events if event < 0}
+        mortal = {-event - 1 for event in self._events if event < 0} | self._casts.keys()
         # A gradient that is added to another is freed then; one that stays has been accumulated once it is there.
-        made = (
+        made = [
             Made(passed, owned[slot], slot)
             for event, passed in events
             if (slot := abs(event) - 1) in owned and (event < 0 or slot not in mortal)
-        )
-        return PartRun(events_E=events_E, made=tuple(made))
+        ]
+        made += [Made(int(np.searchsorted(moment_E, at)), owned[slot], slot) for slot, at in self._casts.items()]
+        return PartRun(events_E=events_E, made=tuple(sorted(made, key=attrgetter("event"))))
 
 
 class Stack:
     """A stage of a network, or of one tensor-parallel rank's part of it, put together; see :func:`stack`."""
 
-    def __init__(self, spec: ModelSpec, shape: StageShape, freed: frozenset[str], ways: Sequence[bool]) -> None:
-        self.spec, self.shape, self._freed = spec, shape, freed
+    def __init__(
+        self, spec: ModelSpec, shape: StageShape, tied: frozenset[str], ways: Sequence[bool], *, casts: bool = False
+    ) -> None:
+        self.spec, self.shape, self._tied, self._casts = spec, shape, tied, casts
         count = spec.num_layers
         self._is_first = shape.first == 0
         layers = range(shape.first + 1, shape.end + 1)
@@ -485,7 +495,11 @@ class Stack:
             at[item.part].add(item.allocation.born.position, item.slot, is_born=True)
             if name:
                 owned[item.slot] = name
-            if item.slot in operands or (name and (name in self._freed or way)):
+            if item.slot in operands or (name and (name in self._tied or way)):
+                continue
+            if name and self._casts:
+                if place is not None and place[0] in self.inside:
+                    at[place[0]].cast(place[2], item.slot)
                 continue
             if place is None:
                 ended.append(item.slot)
@@ -513,16 +527,22 @@ class Stack:
 
 
 def stack(
-    spec: ModelSpec, shape: StageShape, *, freed: frozenset[str] = frozenset(), ways: Sequence[bool] = WAYS
+    spec: ModelSpec,
+    shape: StageShape,
+    *,
+    tied: frozenset[str] = frozenset(),
+    casts: bool = False,
+    ways: Sequence[bool] = WAYS,
 ) -> StageTemplate:
     """What one microbatch does inside a stage; a :class:`PlanError` if the network was described without events.
 
+    Gradients of ``tied`` parameters are not freed in later backwards' events: they wait for the first region's.
+
     Args:
-        freed: Parameters whose gradients the walk frees, in later backwards too: they wait for the first region's, or
-            are cast before they are added.
+        casts: Whether gradients are added up in a larger type: then whoever casts them frees them.
         ways: Of which of :data:`WAYS` to say it.
     """
-    return Stack(spec, shape, freed, ways).template()
+    return Stack(spec, shape, tied, ways, casts=casts).template()
 
 
 def _crossing(spec: ModelSpec, cut: int) -> tuple[TensorSpec, ...]:

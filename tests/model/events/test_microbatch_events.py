@@ -97,7 +97,7 @@ def test_weights_can_be_put_off(network):
 
 def test_tied_gradients_wait_for_each_other():
     network = with_events(spec(4, tied=True), tied=True)
-    template = stack(network, shape(0, 4), freed=frozenset({"wte.weight"}))
+    template = stack(network, shape(0, 4), tied=frozenset({"wte.weight"}))
     for part in (0, 5):
         (made,) = template.backward[False][part].made
         assert made.name == "wte.weight"
