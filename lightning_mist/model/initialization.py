@@ -376,6 +376,9 @@ class Reset:
         # What is in their place may be a part by now, or of the type that is computed in.
         made = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in self.forms.items()}
         parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in made.items()}
+        for name, parameter in parameters.items():
+            # Users' own ways to initialise ask for what they have noted there.
+            vars(parameter).update(vars(self.owner._parameters[name]))
         with items_replaced([(self.owner._parameters, *item) for item in parameters.items()]), torch.no_grad():
             self.run()
         return parameters

@@ -281,9 +281,34 @@ class Around(nn.Module):
             nn.init.constant_(module.gate, 0.25)
 
 
+class Noted(nn.Module):
+    """Notes on its parameters how they are to be initialised, one of them under a name of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(2)), nn.Parameter(torch.empty(3))
+        self.register_buffer("scale", torch.empty(()))
+        self.weight.init_value, self.bias._no_reinit = 0.5, True
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, self.weight.init_value)
+        nn.init.constant_(self.bias, 7.0 if getattr(self.bias, "_no_reinit", False) else 0.0)
+        self.scale.fill_(self.weight.init_value)
+
+
 def on_meta(make):
     with torch.device("meta"):
         return make()
+
+
+def test_modules_find_what_they_noted_on_their_parameters():
+    module = on_meta(Noted)
+    values = InitialValues(module, find_sources(module), seed=3, device=CPU)
+    values.materialize(values.names)
+    assert module.weight.tolist() == [0.5, 0.5]
+    assert module.bias.tolist() == [7.0, 7.0, 7.0]
+    assert module.scale.item() == 0.5
 
 
 def test_values_are_drawn_in_the_form_that_was_built():

@@ -379,7 +379,8 @@ class StepRecorder(TorchFunctionMode):
                 f"a value that depends on parameters is written into a part of another tensor ({name} at {user_line()})"
             )
         else:
-            fake = fake_like(target, next(t for t in tensors if isinstance(t, FakeTensor)).fake_mode)
+            mode = next(t for t in tensors if isinstance(t, FakeTensor)).fake_mode
+            fake = fake_like(target, mode, target.device)
             become(target, fake)
             self._became.append((target, fake))
 
