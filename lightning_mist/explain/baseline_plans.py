@@ -106,9 +106,13 @@ class Rival:
         if search.checkpointed_shares is not None and not every.checkpointing:
             return
         if not self.is_alike:
-            yield search
+            # Equal stages of one tensor-parallel degree are all arranged alike.
+            own = degrees & {*(search.tensor_parallel_degrees or degrees)}
+            alike = [replace(search, tensor_parallel_degrees=(degree,)) for degree in sorted(own)]
+            yield from alike if search.equal_stages else [search]
             return
-        for devices in divisors(every.world_size):
+        # Few stages are searched soonest, if time is short.
+        for devices in reversed(divisors(every.world_size)):
             for degree in sorted(degrees):
                 if devices % degree == 0:
                     yield replace(
