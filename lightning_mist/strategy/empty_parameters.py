@@ -36,9 +36,9 @@ class DeferredConstructions:
         if not empty or self._is_open:
             yield
             return
-        with replaced(self, _is_open=True), deferred_construction(self._count):
-            yield
         self._count += 1
+        with replaced(self, _is_open=True), deferred_construction(self._count - 1):
+            yield
 
 
 def device_limit(memory_limit: int | None, device: torch.device) -> int | None:

@@ -45,6 +45,10 @@ class HoldsPlan:
         check_arguments(given)
         self._request, self._find_unused_parameters = PlanRequest.of(given), given["find_unused_parameters"]
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: the names are registered when Lightning, or Fabric, is imported."""
+
     @property
     def plan(self) -> Plan | None:
         """The plan of the current or last fit, or of the loop, once there is one."""
