@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -291,6 +292,56 @@ def test_values_are_those_of_their_parameters_after_an_optimizer_has_raised(zero
     with mock.patch("lightning_mist.runtime.offload.optimizer_state.defers_update", return_value=False):
         before, after = on_all_ranks(model, plan, partial(raised, model=model))[0]
     assert max(float((after[name] - value).abs().max()) for name, value in before.items()) < 5e-3
+
+
+class Wide(nn.Module):
+    """Layers of a size that no number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(401, 203), nn.Linear(203, 401)) for _ in range(3)])
+        self.tail = nn.Linear(401, 1)
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"]
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return (self.tail(x).squeeze(-1) - batch["y"]).square().mean()
+
+
+def counted(engine, model):
+    """Elements of state that a rank has, and how often a step calls each collective."""
+    optimizer = torch.optim.AdamW(engine.module.parameters())
+    engine.take_optimizer(optimizer)
+    engine.hollow()
+    calls, transport = Counter(), engine.executor.transport
+    for name in ("reduce_scatter", "all_gather_into", "all_reduce", "reduce", "broadcast"):
+        called = getattr(transport, name)
+        setattr(transport, name, lambda *args, name=name, called=called: (calls.update([name]), called(*args))[1])
+    train_batch(engine, model.batches[0][engine.rank])
+    optimizer.step()
+    complete(engine.executor.gather_parameters())
+    state = sum(value.numel() for entry in optimizer.state.values() for value in entry.values() if value.dim())
+    return state, calls
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("degree", tiered([2, 4, 8], [8]))
+def test_ranks_have_alike_and_a_layer_takes_one_call_each_way(degree, zero):
+    module, rows = Wide(), 2
+    batches = tuple({"x": torch.randn(rows, 401), "y": torch.randn(rows)} for _ in range(degree))
+    module_map = map_of(module, batches[0])
+    model = Subject(name="wide", module=module, module_map=module_map, batches=(batches,), dtype=torch.float32)
+    plan = make_plan([3], degrees=[degree], rows=rows, zero=zero)
+    found = on_all_ranks(model, plan, partial(counted, model=model))
+    states = [state for state, _ in found]
+    assert sum(states) == 2 * sum(parameter.numel() for parameter in module.parameters())
+    assert max(states) <= 1.01 * sum(states) / degree
+    # Three layers and the tail; under ZeRO-1 layers are joined. The tail, and the layer below it, are there for both
+    # passes. One call more says which gradients there are.
+    reductions, gathers = {1: (2, 2), 2: (4, 4), 3: (4, 6)}[zero]
+    wanted = {"reduce_scatter": reductions, "all_gather_into": gathers, "all_reduce": 1}
+    assert all(calls == wanted for _, calls in found), found
 
 
 def test_a_rank_without_anything_of_a_unit_takes_part():
