@@ -1,7 +1,10 @@
+import weakref
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
-from lightning_mist.runtime.parameters.buckets import make_buckets, padded_numel, views_like
+from lightning_mist.runtime.parameters.buckets import Bucket, make_buckets, padded_numel, views_like
 
 
 def _parameters(*sizes, dtype=torch.float32):
@@ -39,3 +42,20 @@ def test_views_share_memory_and_have_the_strides_of_dense_tensors():
     for view in views:
         view.zero_()
     assert not flat.any()
+
+
+def test_gradients_are_gone_when_their_buffer_leaves():
+    """What a collective takes memory for does not lie beside them."""
+    parameters = [(name, parameter) for name, parameter, _ in _parameters(10, 20)]
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    references = [weakref.ref(parameter.grad) for _, parameter in parameters]
+
+    def all_reduce(flat, group):
+        assert not any(reference() is not None for reference in references)
+        return SimpleNamespace(wait=lambda: None)
+
+    plan = SimpleNamespace(num_loaders=2)
+    mesh = SimpleNamespace(shard_peers=(0, 1), shard_index=0, plan=plan)
+    _, result = Bucket(parameters).begin(mesh, SimpleNamespace(all_reduce=all_reduce))
+    assert result().tolist() == [0.5] * 30 + [1.0] * 2
