@@ -126,14 +126,15 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
     return least * (1 - (CUT if _is_cut(plan, rules) else DUST))
 
 
-def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> StepTimes:
+def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules, step: float | None = None) -> StepTimes:
     """Seconds of one step of a plan.
 
     Args:
         terms: Seconds of each of its stages by term; see :func:`terms_of`.
+        step: What :func:`clock_seconds` gives, if that is known.
     """
     seconds = plan_seconds(plan, terms)
-    step = _seconds(plan, seconds, rules)
+    step = _seconds(plan, seconds, rules) if step is None else step
     moves = any(seconds.crossings) or any(seconds.sent_crossings)
     still = _seconds(plan, seconds.without_transfers(), rules) if moves else step
     groups = [_spent(plan, group, terms, seconds, step, still) for group in range(plan.num_groups)]

@@ -1,7 +1,9 @@
 """A plan's predicted seconds and bytes, in total and by term."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +21,9 @@ from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, Predicted, PredictedStage
 
 PLANS = 128
-"""Plans whose terms are kept; those of long pipelines take dozens of kilobytes each."""
+"""Plans of which is kept what was found out; terms of long pipelines take dozens of kilobytes each."""
+
+_Found = TypeVar("_Found")
 
 
 def predict(spec: ModelSpec, profile: Profiles, cluster: AnyCluster, plan: Plan) -> Predicted:
@@ -39,6 +43,10 @@ def predict_with(model: CostModel, plan: Plan) -> Predicted:
 
 def predictions(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
     """As :func:`predict_with`, of several plans in less time."""
+    return _kept(model.predicted, plans, partial(_predict, model))
+
+
+def _predict(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
     terms = _terms(model, plans)
     closed = iter(seconds_of_stages(model, [stage for plan in plans for stage in slots_of(plan, model.cluster)]))
     found = zip(plans, terms, plans_needs(model.memory, plans), strict=True)
@@ -47,7 +55,12 @@ def predictions(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
 
 def seconds_with(model: CostModel, plan: Plan) -> float:
     """Seconds of one step of a plan, the same that :func:`predict_with` predicts, and nothing else."""
-    return clock_seconds(plan, _terms(model, [plan])[0], rules_of(model.cluster, model.spec.precision))
+    return _kept(model.clocked, [plan], partial(_clocked, model))[0]
+
+
+def _clocked(model: CostModel, plans: Sequence[Plan]) -> list[float]:
+    rules = rules_of(model.cluster, model.spec.precision)
+    return [clock_seconds(plan, terms, rules) for plan, terms in zip(plans, _terms(model, plans), strict=True)]
 
 
 def least_seconds(model: CostModel, plans: Sequence[Plan]) -> list[float]:
@@ -82,12 +95,21 @@ def _units(model: CostModel, slot: StageSlot, candidates: StageCandidates) -> It
 
 
 def _terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
-    """Seconds of every stage of some plans by term, kept for the plans asked for last."""
-    bare = [plan if plan.predicted is None else replace(plan, predicted=None) for plan in plans]
-    known, new = model.terms, [plan for plan in dict.fromkeys(bare) if plan not in model.terms]
-    for plan in new:
+    """Seconds of every stage of some plans by term."""
+    return _kept(model.terms, plans, partial(_find_terms, model))
+
+
+def _find_terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
+    for plan in plans:
         _check(model, plan)
-    known.update(zip(new, terms_of_plans(model, new), strict=True))
+    return terms_of_plans(model, plans)
+
+
+def _kept(known: dict[Plan, _Found], plans: Sequence[Plan], find: Callable[[list[Plan]], list[_Found]]) -> list[_Found]:
+    """What is known of some plans, or found for those together that it is not; kept for the plans asked for last."""
+    bare = [plan if plan.predicted is None else replace(plan, predicted=None) for plan in plans]
+    new = [plan for plan in dict.fromkeys(bare) if plan not in known]
+    known.update(zip(new, find(new), strict=True))
     for plan in bare:
         known[plan] = known.pop(plan)  # what was asked for last comes last
     found = [known[plan] for plan in bare]
@@ -104,7 +126,7 @@ def _predicted(
     closed: Sequence[StageSeconds],
 ) -> Predicted:
     rules = rules_of(model.cluster, model.spec.precision)
-    times = step_times(plan, terms, rules)
+    times = step_times(plan, terms, rules, seconds_with(model, plan))
     stages = [
         PredictedStage(
             steady_seconds=float(found.steady_K[0]),

@@ -67,7 +67,7 @@ from lightning_mist.cost.time import (
 )
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import AS_IT_IS, Plan, StageMethod, ZeroStage
+from lightning_mist.plan import AS_IT_IS, Plan, Predicted, StageMethod, ZeroStage
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
@@ -99,10 +99,14 @@ class PlanCosts(ABC):
 
     Attributes:
         terms: Seconds of every stage by term of the plans that were asked about last.
+        clocked: Seconds of one step of the plans that ran on the clock last.
+        predicted: What was predicted last.
     """
 
     def __init__(self) -> None:
         self.terms: dict[Plan, list[dict[str, float]]] = {}
+        self.clocked: dict[Plan, float] = {}
+        self.predicted: dict[Plan, Predicted] = {}
 
     @abstractmethod
     def memory(self, slot: StageSlot) -> MemoryModel:
