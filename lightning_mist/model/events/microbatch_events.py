@@ -259,6 +259,7 @@ class Stack:
         }
         self.born: list[Born] = []
         self.arriving: dict[int, int | None] = {}
+        self._ways: dict[tuple[int, bool], PartEvents] = {}
         self._given: dict[tuple[int, bool, bool], dict[int, Release]] = {}
         self._arriving_labels: dict[int, Label] = {}
         self._bytes: list[int] = []
@@ -270,6 +271,8 @@ class Stack:
 
     def way(self, part: int, *, first: bool) -> PartEvents:
         """How a region runs."""
+        if (found := self._ways.get((part, first))) is not None:
+            return found
         shape, last = self.shape, self.spec.num_layers + 1
         if part in (0, last):
             # The head keeps for recomputed layers what they are called with; they come first, so one is enough.
@@ -277,7 +280,8 @@ class Stack:
             recomputed = near > 0
         else:
             recomputed = part <= shape.first + shape.checkpointed
-        return region_events(self.spec, part).way(recomputed=recomputed, first=first)
+        self._ways[part, first] = region_events(self.spec, part).way(recomputed=recomputed, first=first)
+        return self._ways[part, first]
 
     def _add(self, parts: Sequence[int], *, backward: bool, first: bool) -> list[Born]:
         """Give slots to what regions allocate."""
