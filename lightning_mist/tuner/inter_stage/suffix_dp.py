@@ -262,6 +262,7 @@ class Suffixes:
             return SuffixWalk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=())
         sums.append(self._last_sums(states, bottleneck, cap))
         maps: Maps = {}
+        sources: list[Sources] = []
         for count in range(2, max(heads) + 1):
             if count in heads:
                 total_K = self._totals(heads[count], states, sums[-1], bottleneck, cap)
@@ -270,8 +271,10 @@ class Suffixes:
                     values[count] = best
             if count in (only, len(self.middle) + 2) or not (sums[-1] < np.inf).any():
                 break
-            options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
-            sums.append(self._extended(self.sources(options, states, maps), states, sums[-1], cap, bottleneck))
+            if not sources or self.middle[count - 2] is not self.middle[count - 3]:
+                options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
+                sources = list(self.sources(options, states, maps))
+            sums.append(self._extended(sources, states, sums[-1], cap, bottleneck))
             sums[-1][sums[-1] > limit] = np.inf
         return SuffixWalk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=tuple(sums))
 
@@ -428,7 +431,7 @@ class Suffixes:
         """Some options at a time, some states that they can end in, and for each of these the one behind them."""
         kind_K = kinds(options.part_K, options.seams_K)
         # Options of one kind come one after another.
-        edges = [0, *(np.flatnonzero(np.diff(kind_K)) + 1).tolist(), len(options)] if len(options) else []
+        edges = [0, *((kind_K[1:] != kind_K[:-1]).nonzero()[0] + 1).tolist(), len(options)] if len(options) else []
         for first, end in pairwise(edges):
             kind = int(kind_K[first])
             at_J, known = maps.setdefault(kind, (np.flatnonzero(self.chain.ends_by_kind_N[kind, states.used_J]), {}))
@@ -440,7 +443,7 @@ class Suffixes:
                 if new_K := [place for place, offset in enumerate(offsets) if offset not in known]:
                     behind_KJ = self._behind(some, new_K, at_J, states)
                     known |= zip((offsets[place] for place in new_K), behind_KJ, strict=True)
-                yield some, at_J, np.stack([known[offset] for offset in offsets])
+                yield some, at_J, np.concatenate([known[offset] for offset in offsets]).reshape(len(offsets), len(at_J))
 
     def _behind(self, some: SlotOptions, at_K: list[int], at_J: IntArray, states: States) -> IntArray:
         """For some states the one behind options of one kind; axes ``KJ``."""
