@@ -48,7 +48,7 @@ import numpy as np
 from lightning_mist.console import printed_aside
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.inter_stage.problem import PRECISION, Answer, EndOptions, Incumbent, InterStageProblem
-from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, SuffixWalk
+from lightning_mist.tuner.inter_stage.suffix_dp import PassedOptions, Suffixes, SuffixWalk
 from lightning_mist.tuner.options import OPTIONS
 
 _ROUNDING = 1 + 1e-9
@@ -184,15 +184,15 @@ def matching(
         return (steady <= walk.bottleneck) & np.isfinite(front + sums) & (least <= known * _ROUNDING)
 
     states = walk.states
+    passed = PassedOptions(suffixes, np.flatnonzero(suffixes.options.least_K <= walk.bottleneck), states)
+    options = passed.options
     front_J = np.full(len(states.row_J) + 1, np.inf)
     for behind in range(len(walk.sums), 0, -1):
         sums_J, next_J = walk.sums[behind - 1], np.full_like(front_J, np.inf)
         if (front_J < np.inf).any():
-            options = suffixes.middle[behind - 1]
-            options = options.take(options.least_K <= walk.bottleneck)
-            for some, at_J, source_KJ in suffixes.sources(options, states, {}):
-                column = slice(None) if some.steady_KL.shape[1] == 1 else states.row_J[at_J]
-                steady_KJ, reach_KJ = some.steady_KL[:, column], some.reach_KL[:, column]
+            for some, at_J, source_KJ in passed.sources(behind - 1):
+                column = slice(None) if options.steady_KL.shape[1] == 1 else states.row_J[at_J]
+                steady_KJ, reach_KJ = options.steady_KL[some, column], options.reach_KL[some, column]
                 kept_KJ = matters(front_J[at_J], steady_KJ, reach_KJ, sums_J[source_KJ])
                 option, place = np.nonzero(kept_KJ)
                 from_K, to_K = at_J[place], source_KJ[option, place]
@@ -202,8 +202,10 @@ def matching(
                     is_head=False,
                     from_K=from_K,
                     to_K=to_K,
-                    choice_K=np.broadcast_to(some.index_KL[:, column], kept_KJ.shape)[option, place],
-                    seams_K=suffixes.chain.seams(some.part_K[option], states.used_J[to_K], states.used_J[from_K]),
+                    choice_K=np.broadcast_to(options.index_KL[some, column], kept_KJ.shape)[option, place],
+                    seams_K=suffixes.chain.seams(
+                        options.part_K[some][option], states.used_J[to_K], states.used_J[from_K]
+                    ),
                 )
         if behind + 1 in suffixes.heads:
             head = suffixes.heads[behind + 1]

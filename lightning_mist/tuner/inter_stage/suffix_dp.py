@@ -23,8 +23,8 @@ Array axes
     N  numbers of units of devices
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
@@ -184,12 +184,9 @@ _NO_TIME = 1e-200
 _AT_ONCE = 1 << 19
 """Sums that are formed at once: 4 MiB, so that they stay near the processor."""
 
-Sources: TypeAlias = tuple[SlotOptions, IntArray, IntArray]
-"""Options, states in which a stage can end that is one of them, and by both the state behind it; axes ``J``, ``KJ``."""
-
-Maps: TypeAlias = dict[int, tuple[IntArray, dict[int, IntArray]]]
-"""By part and seams of a stage the states in which it can end, and for these the one behind it, by how much it makes
-the number of a state larger."""
+Source: TypeAlias = tuple[slice, IntArray, IntArray]
+"""Some of the options that are looked at, states in which a stage can end that is one of them, and by both the state
+behind it; axes ``J``, ``KJ``."""
 
 
 class Suffixes:
@@ -203,11 +200,12 @@ class Suffixes:
         self.last = end_options(family.tails[0], layers, devices, order, is_first=False)
         # Bounds of many stages are the same choices.
         alike = {id(slot): slot for slot in family.tails[1:]}
-        options = {key: slot_options(slot, layers, devices) for key, slot in alike.items()}
-        self.middle = [options[id(slot)] for slot in family.tails[1:]]
-        self._used: dict[int, tuple[IntArray, IntArray]] = {}
+        each = [slot_options(slot, layers, devices) for slot in alike.values() or (family.tails[0].take(slice(0)),)]
+        self.options, self.edges = _all(each), np.cumsum([0, *map(len, each)])
+        numbers = {key: number for number, key in enumerate(alike)}
+        self.slots = [numbers[id(slot)] for slot in family.tails[1:]]
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
-        pairs += [(options.part_K, options.devices_K) for options in options.values()]
+        pairs.append((self.options.part_K, self.options.devices_K))
         taken = (
             distinct(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs])).tolist()
             for part in range(len(devices))
@@ -215,6 +213,13 @@ class Suffixes:
         self.chain = PartChain.of(devices, order, tuple(map(tuple, taken)))
         self.rate_by_part = self._rates()
         self._capacity_by_part = np.array(devices) / self.rate_by_part
+        self._every_head = EndOptions.joined([*self.heads.values(), self.last.take(slice(0))])
+        options = self.options
+        self._speed_K = options.devices_K / self.rate_by_part[options.part_K]
+        self.kind_K = kinds(options.part_K, options.seams_K)
+        # How much smaller the number of the state behind a stage is than that with it.
+        self._units_K = self._units(options.devices_K, options.part_K)
+        self.offset_K = options.layers_K * self.chain.size + self._units_K
 
     def _rates(self) -> FloatArray:
         """Least seconds times devices per layer in every part, infinite without choices.
@@ -224,16 +229,15 @@ class Suffixes:
         rate_by_part = np.full(len(self.family.num_devices), np.inf)
         for item in (*self.heads.values(), self.last):
             np.minimum.at(rate_by_part, item.part_K, item.steady_K * item.devices_K / item.layers_K)
-        for options in self.middle:
-            np.minimum.at(rate_by_part, options.part_K, options.least_K * options.devices_K / options.layers_K)
+        options = self.options
+        np.minimum.at(rate_by_part, options.part_K, options.least_K * options.devices_K / options.layers_K)
         floor_by_part: FloatArray = np.maximum(rate_by_part, _NO_TIME)
         return floor_by_part
 
     def bottlenecks(self) -> FloatArray:
         """The steady times of all choices, ascending: one of them is that of the slowest stage."""
         times = [item.steady_K for item in (*self.heads.values(), self.last)]
-        times += [options.steady_KL[options.index_KL >= 0] for options in self.middle]
-        return distinct(np.concatenate(times))
+        return distinct(np.concatenate([*times, self.options.steady_KL[self.options.index_KL >= 0]]))
 
     def least_bottleneck(self) -> float:
         """Steady seconds that the slowest stage takes at least, so that all devices together hold all layers."""
@@ -252,7 +256,7 @@ class Suffixes:
             limit: Sums of steady times above which suffixes are of no interest.
         """
         heads = self.heads if only is None else {only: self.heads[only]}
-        least_head = min((self._least_idle(head, bottleneck) for head in heads.values()), default=np.inf)
+        least_head = self._least_idle(self._every_head if only is None else self.heads[only], bottleneck)
         least_last = self._least_idle(self.last, bottleneck)
         states = self._states(bottleneck, least_head, least_last)
         slack = states.slack - least_head - least_last
@@ -261,20 +265,16 @@ class Suffixes:
         if not len(states.row_J) or not slack >= -self._margin(bottleneck):
             return SuffixWalk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=())
         sums.append(self._last_sums(states, bottleneck, cap))
-        maps: Maps = {}
-        sources: list[Sources] = []
+        passed = PassedOptions(self, self._kept(bottleneck, cap, slack), states)
         for count in range(2, max(heads) + 1):
             if count in heads:
                 total_K = self._totals(heads[count], states, sums[-1], bottleneck, cap)
                 best = float(total_K.min(initial=np.inf))
                 if best < np.inf:
                     values[count] = best
-            if count in (only, len(self.middle) + 2) or not (sums[-1] < np.inf).any():
+            if count in (only, len(self.slots) + 2) or not (sums[-1] < np.inf).any():
                 break
-            if not sources or self.middle[count - 2] is not self.middle[count - 3]:
-                options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
-                sources = list(self.sources(options, states, maps))
-            sums.append(self._extended(sources, states, sums[-1], cap, bottleneck))
+            sums.append(passed.extended(count - 2, sums[-1], cap, bottleneck))
             sums[-1][sums[-1] > limit] = np.inf
         return SuffixWalk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=tuple(sums))
 
@@ -298,16 +298,16 @@ class Suffixes:
         chosen = [int(head.index_K[index])]
         place = int(self.behind_head(head, states)[index])
         for stage in range(num_stages - 2, 0, -1):
-            options, row = self.middle[stage - 1], int(states.row_J[place])
+            options, row, here = self.options, int(states.row_J[place]), self.place(stage - 1)
             column = 0 if options.steady_KL.shape[1] == 1 else row
             flat = int(states.flat_J[place])
-            steady_K, (units_K, offset_K) = options.steady_KL[:, column], self._uses(stage - 1)
-            fits_K = self.chain.fits(options.part_K, options.seams_K, units_K, np.array(flat % self.chain.size))
-            fits_K &= (options.layers_K < row) & (steady_K <= walk.bottleneck)
+            units_K, end = self._units_K[here], np.array(flat % self.chain.size)
+            fits_K = self.chain.fits(options.part_K[here], options.seams_K[here], units_K, end)
+            fits_K &= (options.layers_K[here] < row) & (options.steady_KL[here, column] <= walk.bottleneck)
             # The pass has left out only options from which no answer can come, and none leads from here to a state.
-            at_J = np.flatnonzero(fits_K)
-            behind_J = states.number[flat - offset_K[at_J]]
-            sum_J = steady_K[at_J] + walk.sums[stage - 1][behind_J]
+            at_J = np.flatnonzero(fits_K) + here.start
+            behind_J = states.number[flat - self.offset_K[at_J]]
+            sum_J = options.steady_KL[at_J, column] + walk.sums[stage - 1][behind_J]
             if walk.cap is not None:
                 reach_J = options.reach_KL[at_J, column] + walk.sums[stage - 1][behind_J]
                 sum_J = np.where(reach_J <= walk.cap, sum_J, np.inf)
@@ -340,23 +340,14 @@ class Suffixes:
         number[flat_J] = np.arange(len(row_J))
         return States(row_J=row_J, used_J=used_J, flat_J=flat_J, number=number, slack=slack)
 
-    def _offsets(self, options: SlotOptions) -> IntArray:
-        """How much smaller the number of the state behind a stage is than that with it."""
-        offset_K: IntArray = options.layers_K * self.chain.size + self._units(options.devices_K, options.part_K)
-        return offset_K
-
     def _units(self, devices_K: IntArray, part_K: IntArray) -> IntArray:
         units_K: IntArray = devices_K // self.chain.unit_by_part[part_K]
         return units_K
 
-    def _uses(self, place: int) -> tuple[IntArray, IntArray]:
-        """The units that the options of a stage between others use up, and their offsets; kept."""
-        found = self._used.get(place)
-        if found is None:
-            options = self.middle[place]
-            found = self._units(options.devices_K, options.part_K), self._offsets(options)
-            self._used[place] = found
-        return found
+    def place(self, index: int) -> slice:
+        """Which options a stage between others has, by how many such stages are behind it."""
+        slot = self.slots[index]
+        return slice(int(self.edges[slot]), int(self.edges[slot + 1]))
 
     def behind_head(self, head: EndOptions, states: States) -> IntArray:
         """The state behind each choice of a first stage."""
@@ -394,65 +385,102 @@ class Suffixes:
             total_K = np.where((head.reach_K + behind_K <= cap) & (total_K <= cap), total_K, np.inf)
         return np.where(head.steady_K <= bottleneck, total_K, np.inf)
 
-    def _kept(self, options: SlotOptions, bottleneck: float, cap: float | None, slack: float) -> SlotOptions:
+    def _kept(self, bottleneck: float, cap: float | None, slack: float) -> IntArray:
         """The options that can be part of an answer."""
-        idle_K = bottleneck * options.devices_K / self.rate_by_part[options.part_K] - options.layers_K
-        kept_K: BoolArray = (options.least_K <= bottleneck) & (idle_K <= slack + self._margin(bottleneck))
+        options, most = self.options, slack + self._margin(bottleneck)
+        kept_K: BoolArray = (options.least_K <= bottleneck) & (bottleneck * self._speed_K - options.layers_K <= most)
         if cap is None:
             kept_K &= options.rank_K == 0  # Nothing but the steady time counts.
-        return options.take(kept_K)
+        return np.flatnonzero(kept_K)
 
-    def _extended(
-        self,
-        sources: Iterable[Sources],
-        states: States,
-        behind: FloatArray,
-        cap: float | None,
-        bottleneck: float,
-    ) -> FloatArray:
+    def behind(self, at_M: IntArray, at_J: IntArray, states: States) -> IntArray:
+        """For some states the one behind options of one kind; axes ``MJ``."""
+        kind, layers_M, units_M = int(self.kind_K[at_M[0]]), self.options.layers_K[at_M], self._units_K[at_M]
+        low, high = self.chain.first_begin_by_kind[kind], self.chain.last_begin_by_kind[kind]
+        used_J = states.used_J[at_J]
+        fits_MJ = (states.row_J[at_J] > layers_M[:, None]) & (used_J >= (units_M + low)[:, None])
+        if high == low:
+            fits_MJ &= used_J <= (units_M + high)[:, None]
+        found_MJ = states.flat_J[at_J] - self.offset_K[at_M][:, None]
+        return np.where(fits_MJ, states.number[np.where(fits_MJ, found_MJ, 0)], len(states.row_J))
+
+
+class PassedOptions:
+    """Options of stages between others that a pass looks at.
+
+    Args:
+        at_K: Which options, ascending.
+        states: The states that count.
+
+    Attributes:
+        options: Those options.
+    """
+
+    def __init__(self, suffixes: Suffixes, at_K: IntArray, states: States) -> None:
+        self.options, self.states = suffixes.options.take(at_K), states
+        self._suffixes, self._at_K, self._kind_K = suffixes, at_K, suffixes.kind_K[at_K]
+        self._edges = np.searchsorted(at_K, suffixes.edges).tolist()
+        self._tables: dict[int, tuple[IntArray, IntArray, IntArray]] = {}
+
+    def sources(self, place: int) -> Iterator[Source]:
+        """Of a stage some options at a time, some states that they can end in, and for each of these the one behind.
+
+        Args:
+            place: How many stages between others are behind it.
+        """
+        slot = self._suffixes.slots[place]
+        first, last = self._edges[slot], self._edges[slot + 1]
+        kind_K = self._kind_K[first:last]
+        # Options of one kind come one after another.
+        edges = [first, *((kind_K[1:] != kind_K[:-1]).nonzero()[0] + first + 1).tolist(), last] if first < last else []
+        for begin, end in pairwise(edges):
+            at_J, row_K, behind_MJ = self._table(int(self._kind_K[begin]))
+            step = max(1, _AT_ONCE // max(1, len(at_J)))
+            for low in range(begin, end, step):
+                some = slice(low, min(low + step, end))
+                yield some, at_J, behind_MJ.take(row_K[some], axis=0)
+
+    def _table(self, kind: int) -> tuple[IntArray, IntArray, IntArray]:
+        """The states in which a stage of a kind can end, and for these the one behind it, in rows that options share.
+
+        Options have a row by how much smaller they make the number of a state; axes ``J``, ``K``, ``MJ``.
+        """
+        if kind not in self._tables:
+            of_K, suffixes, states = np.flatnonzero(self._kind_K == kind), self._suffixes, self.states
+            at_J = np.flatnonzero(suffixes.chain.ends_by_kind_N[kind, states.used_J])
+            at_K, row_K = self._at_K[of_K], np.zeros_like(self._at_K)
+            _, first_M, row_K[of_K] = np.unique(suffixes.offset_K[at_K], return_index=True, return_inverse=True)
+            at_M, step = at_K[first_M], max(1, _AT_ONCE // max(1, len(at_J)))
+            rows = [suffixes.behind(at_M[low : low + step], at_J, states) for low in range(0, len(at_M), step)]
+            self._tables[kind] = at_J, row_K, np.concatenate(rows)
+        return self._tables[kind]
+
+    def extended(self, place: int, behind: FloatArray, cap: float | None, bottleneck: float) -> FloatArray:
         """Put a stage in front of all suffixes."""
-        best_J = np.full(len(states.row_J) + 1, np.inf)
-        for some, at_J, source_KJ in sources:
+        best_J = np.full(len(self.states.row_J) + 1, np.inf)
+        steady_KL, reach_KL = self.options.steady_KL, self.options.reach_KL
+        for some, at_J, source_KJ in self.sources(place):
             behind_KJ = behind.take(source_KJ)
-            if some.steady_KL.shape[1] == 1:
-                steady_KJ, reach_KJ = some.steady_KL, some.reach_KL
-            else:
-                row_J = states.row_J[at_J]
-                steady_KJ, reach_KJ = some.steady_KL[:, row_J], some.reach_KL[:, row_J]
+            steady_KJ, reach_KJ = steady_KL[some], reach_KL[some]
+            if steady_KL.shape[1] > 1:
+                row_J = self.states.row_J[at_J]
+                steady_KJ, reach_KJ = steady_KJ[:, row_J], reach_KJ[:, row_J]
                 steady_KJ = np.where(steady_KJ <= bottleneck, steady_KJ, np.inf)
             sum_KJ = steady_KJ + behind_KJ
             if cap is not None:
                 behind_KJ += reach_KJ
                 np.copyto(sum_KJ, np.inf, where=behind_KJ > cap)
-            best_J[at_J] = np.minimum(best_J[at_J], sum_KJ.min(axis=0, initial=np.inf))
+            best_J[at_J] = np.minimum(best_J[at_J], sum_KJ.min(axis=0))
         return best_J
 
-    def sources(self, options: SlotOptions, states: States, maps: Maps) -> Iterator[Sources]:
-        """Some options at a time, some states that they can end in, and for each of these the one behind them."""
-        kind_K = kinds(options.part_K, options.seams_K)
-        # Options of one kind come one after another.
-        edges = [0, *((kind_K[1:] != kind_K[:-1]).nonzero()[0] + 1).tolist(), len(options)] if len(options) else []
-        for first, end in pairwise(edges):
-            kind = int(kind_K[first])
-            at_J, known = maps.setdefault(kind, (np.flatnonzero(self.chain.ends_by_kind_N[kind, states.used_J]), {}))
-            step = max(1, _AT_ONCE // max(1, len(at_J)))
-            for begin in range(first, end, step):
-                here = slice(begin, min(begin + step, end))
-                some = options if end - first == len(options) <= step else options.take(here)
-                offsets = self._offsets(some).tolist()
-                if new_K := [place for place, offset in enumerate(offsets) if offset not in known]:
-                    behind_KJ = self._behind(some, new_K, at_J, states)
-                    known |= zip((offsets[place] for place in new_K), behind_KJ, strict=True)
-                yield some, at_J, np.concatenate([known[offset] for offset in offsets]).reshape(len(offsets), len(at_J))
 
-    def _behind(self, some: SlotOptions, at_K: list[int], at_J: IntArray, states: States) -> IntArray:
-        """For some states the one behind options of one kind; axes ``KJ``."""
-        kind, layers_K = int(kinds(some.part_K[0], some.seams_K[0])), some.layers_K[at_K]
-        units_K = some.devices_K[at_K] // self.chain.unit_by_part[some.part_K[0]]
-        low, high = self.chain.first_begin_by_kind[kind], self.chain.last_begin_by_kind[kind]
-        used_J = states.used_J[at_J]
-        fits_KJ = (states.row_J[at_J] > layers_K[:, None]) & (used_J >= (units_K + low)[:, None])
-        if high == low:
-            fits_KJ &= used_J <= (units_K + high)[:, None]
-        found_KJ = states.flat_J[at_J] - (layers_K * self.chain.size + units_K)[:, None]
-        return np.where(fits_KJ, states.number[np.where(fits_KJ, found_KJ, 0)], len(states.row_J))
+def _all(each: Sequence[SlotOptions]) -> SlotOptions:
+    """The options of several stages, one after another, with as many columns as those with the most."""
+    width = max(options.steady_KL.shape[1] for options in each)
+    names = "steady_KL", "reach_KL", "index_KL"
+    return SlotOptions.joined(
+        [
+            replace(item, **{name: np.broadcast_to(getattr(item, name), (len(item), width)) for name in names})
+            for item in each
+        ]
+    )
