@@ -13,7 +13,7 @@ Array axes
 """
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -101,7 +101,7 @@ class StateShares:
         bytes_P = holdings.table.bytes_P
         self._is_trained = bool((holdings.table.trainable_P == bytes_P).all())
         self._is_padded = bool((padded(bytes_P) == bytes_P).all())
-        self._ranges: dict[tuple[int, float, bool], ByRange] = {}
+        self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
 
@@ -190,20 +190,23 @@ class StateShares:
     ) -> FloatArray:
         """The figures of :class:`Shares` with every ratio; axes figure, ``K`` and ``C``."""
         # What ranks have a part of each of lies in flat storages.
-        trained = trained or (self._is_trained and (ranks == 1 or self._is_padded))
-        found = []
-        for ratio in values:
-            key = ranks, ratio, trained
-            if key not in self._ranges:
-                self._ranges[key] = ByRange(self._holdings.table.uses_PR.shape[1], len(Shares.__slots__))
-            make = partial(self._compute, ranks=ranks, ratio=ratio, trained=trained)
-            found.append(self._ranges[key].of(low_K, high_K, make))
-        return np.stack(found, axis=-1)
+        trained, count = trained or (self._is_trained and (ranks == 1 or self._is_padded)), len(values)
+        figures = len(Shares.__slots__)
+        key = ranks, values, trained
+        if key not in self._ranges:
+            self._ranges[key] = ByRange(self._holdings.table.uses_PR.shape[1], figures * count)
+
+        def make(_: int, low_J: IntArray, high_J: IntArray) -> FloatArray:
+            return self._compute(low_J, high_J, ranks, values, trained)
+
+        figures_K = self._ranges[key].of(low_K, high_K, make)
+        result: FloatArray = figures_K.reshape(figures, count, -1).transpose(0, 2, 1)
+        return result
 
     def _compute(
-        self, _: int, low_S: IntArray, high_S: IntArray, *, ranks: int, ratio: float, trained: bool
+        self, low_S: IntArray, high_S: IntArray, ranks: int, values: tuple[float, ...], trained: bool
     ) -> FloatArray:
-        """The figures of :class:`Shares` of stages; axes figure and ``S``."""
+        """The figures of :class:`Shares` of stages with every ratio; axes figure and ``C``, and ``S``."""
         table = self._holdings.table
         bytes_P = table.trainable_P if trained else table.bytes_P if ranks == 1 else padded(table.bytes_P)
         owners, ranges = self._holdings.owners, zip(low_S.tolist(), high_S.tolist(), strict=True)
@@ -212,23 +215,34 @@ class StateShares:
         parameter_J, owner_J, among_J = (np.concatenate(items) for items in zip(*cells, strict=True))
         # Whole numbers of bytes, times the ranks, so that sums are exact.
         bytes_J = bytes_P[parameter_J] * (ranks // among_J)
-        offloaded_J = bytes_J * self.offloaded(ratio, trained=trained)[parameter_J]
         # The first unit of this stage that uses it.
         unit_J = self._next_PR[parameter_J, low_S[stage_J]]
         # What one rank has of one unit, as far as there is anything.
-        rank_J, regions = stage_J * ranks + owner_J, table.uses_PR.shape[1]
-        code_K, at_J = np.unique(rank_J * regions + unit_J, return_inverse=True)
-        rank_N, at_K = np.unique(code_K // regions, return_inverse=True)
-        all_K, offloaded_K = (np.bincount(at_J, weights=each_J) for each_J in (bytes_J, offloaded_J))
-        resident_N, offloaded_N = (np.bincount(at_K, weights=each_K) for each_K in (all_K - offloaded_K, offloaded_K))
+        rank_J = stage_J * ranks + owner_J
+        code_K, at_J = np.unique(rank_J * table.uses_PR.shape[1] + unit_J, return_inverse=True)
+        rank_N, at_K = np.unique(code_K // table.uses_PR.shape[1], return_inverse=True)
+        offloaded_CJ = bytes_J * np.stack([self.offloaded(ratio, trained=trained)[parameter_J] for ratio in values])
+        all_K, offloaded_CK = _summed(bytes_J[None], at_J, len(code_K)), _summed(offloaded_CJ, at_J, len(code_K))
+        resident_CN, offloaded_CN = (
+            _summed(cells_CK, at_K, len(rank_N)) for cells_CK in (all_K - offloaded_CK, offloaded_CK)
+        )
+        regions = table.uses_PR.shape[1]
         is_layer_K = (code_K % regions > 0) & (code_K % regions < regions - 2)
-        found = np.zeros((len(Shares.__slots__), len(cells)))
+        found = np.zeros((len(Shares.__slots__), len(values), len(cells)))
         stages = (rank_N // ranks,) * 2 + (rank_N[at_K] // ranks,) * 2 + (stage_J, rank_N[at_K] // ranks)
-        figures = resident_N, offloaded_N, offloaded_K, all_K, offloaded_J, offloaded_K * is_layer_K
+        figures = resident_CN, offloaded_CN, offloaded_CK, all_K, offloaded_CJ, offloaded_CK * is_layer_K
         for figure, (stages_of, each) in enumerate(zip(stages, figures, strict=True)):
             present_J, begin_J = np.unique(stages_of, return_index=True)
-            found[figure, present_J] = np.maximum.reduceat(each, begin_J) / ranks
+            found[figure][:, present_J] = np.maximum.reduceat(each, begin_J, axis=1) / ranks
         found[:2] += self._piece * (high_S - low_S) * [(shares_J > 1).any() for *_, shares_J in cells] * (found[:2] > 0)
-        largest_S, room_S = found[2], found[5]
-        found[5] = np.where((room_S == 0) | (ranks > 1), largest_S, np.minimum(room_S, largest_S))
-        return found
+        largest_CS, room_CS = found[2], found[5]
+        found[5] = np.where((room_CS == 0) | (ranks > 1), largest_CS, np.minimum(room_CS, largest_CS))
+        return found.reshape(-1, len(cells))
+
+
+def _summed(weights_CJ: FloatArray, place_J: IntArray, count: int) -> FloatArray:
+    """Sums of what has the same place, in every row; axes ``C`` and place."""
+    rows = len(weights_CJ)
+    place_CJ = place_J.reshape(-1) + count * np.arange(rows)[:, None]
+    found = np.bincount(place_CJ.reshape(-1), weights=weights_CJ.reshape(-1), minlength=rows * count)
+    return found.astype(np.float64, copy=False).reshape(rows, count)
