@@ -76,12 +76,10 @@ def _indices(index: IntArray | BoolArray, count: int) -> IntArray:
 
 
 def _taken(value: Any, index: IntArray | slice, axis: int | None) -> Any:
-    if isinstance(value, ArrayRecord):
-        return value.take(index)
     if axis is None or value is None:
-        return value
+        return value.take(index) if isinstance(value, ArrayRecord) else value
     if not isinstance(index, slice):
-        return value.take(index, axis=axis)
+        return value.take(index) if value.ndim == 1 else value.take(index, axis)
     place = (..., index, *(slice(None),) * (-1 - axis))
     return value[place]
 
