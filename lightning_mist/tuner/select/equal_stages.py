@@ -16,8 +16,9 @@ Array axes
     S  stages
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -122,31 +123,31 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
     if not has_chunks(space):
         return None
     space = replace(space, search=replace(space.search, schedules=("interleaved-1f1b",)))
+    least = cache(partial(_least_seconds, stages))
     whole = [
         alike.plan(space, zero_stage, recomputed)
         for alike in every_alike(space)
         if alike.num_stages > 1 and alike.num_microbatches % alike.num_stages == 0
-        if _least_seconds(stages, alike) < below
+        if least(alike, 0) < below
         for recomputed in [int(space.recomputed(np.diff(_cuts(space.num_layers, alike.num_stages)))[1].min())]
         for zero_stage in alike.zero_stages(space)
     ]
+    whole = [plan for plan in whole if _reduced_seconds(stages, plan) < below]
     room, near = PlanRoom.of(stages)._replace(space=space), whole
     # Of unlike layers devices hold others in chunks than in one piece, which may need less.
     if len(set(layer_classes(stages.model.spec))) == 1:
         # The first stage alone is a lower bound of them all.
         more = zip(whole, first_stages(room, whole), strict=True)
-        near = [plan for plan, count in more if count is not None and _least_seconds_of(stages, plan, count) < below]
+        near = [plan for plan, count in more if count is not None and _least_seconds_of(least, plan, count) < below]
         near = [plan for plan in fitted(room, near) if plan is not None]
-    near = [plan for plan in near if _least_seconds_of(stages, plan) < below]
+    near = [plan for plan in near if _least_seconds_of(least, plan) < below]
     return best_variant(room, near, below=below, most=OPTIONS.chunked)
 
 
-def _least_seconds_of(stages: IntraStage, plan: Plan, more: int = 0) -> float:
-    """Seconds that a plan of equal stages takes at least in chunks if some more layers are recomputed."""
+def _least_seconds_of(least: Callable[[Alike, int], float], plan: Plan, more: int = 0) -> float:
+    """Seconds that the devices of a plan of equal stages compute at least if some more layers are recomputed."""
     recomputed = min(min(stage.checkpointing.layers + more, stage.num_layers) for stage in plan.stages)
-    alike = Alike(plan.num_stages, plan.num_microbatches, Shape.of(plan.stages[0]))
-    least = _least_seconds(stages, alike, recomputed)
-    return max(least, _reduced_seconds(stages, plan))
+    return least(Alike(plan.num_stages, plan.num_microbatches, Shape.of(plan.stages[0])), recomputed)
 
 
 def _reduced_seconds(stages: IntraStage, plan: Plan) -> float:
@@ -165,7 +166,7 @@ def _reduced_seconds(stages: IntraStage, plan: Plan) -> float:
     return (plan.num_microbatches - 1) * mean * least_correction(model)
 
 
-def _least_seconds(stages: IntraStage, alike: Alike, recomputed: int = 0) -> float:
+def _least_seconds(stages: IntraStage, alike: Alike, recomputed: int) -> float:
     """Seconds that the devices of some stage compute at least in chunks, with any number of them.
 
     They start when the first microbatch has come through the first chunk of all stages before, and these have as much
