@@ -72,10 +72,10 @@ class Options:
 
     near_resident: float = _number(1.05, "times the best plan's seconds")
     beside_offloaded: float = _number(1.08, "times the best plan's seconds")
-    near_offloaded: float = _number(1.015, "times the best plan's seconds")
+    near_offloaded: float = _number(1.01, "times the best plan's seconds")
     enough_near: int = _number(12, "pipelines")
     compared: float = _number(1.25, "times the best plan's seconds")
-    assumed: tuple[float, ...] = _number((1.2, 1.5, 2.0, 4.0), "times the least bound")
+    assumed: tuple[float, ...] = _number((1.1, 1.2, 1.5, 2.0, 4.0), "times the least bound")
     close: float = _number(1.05, "times a cutoff")
     likely: float = _number(1.2, "times the least bound")
     beyond: float = _number(1.01, "times what is near")
