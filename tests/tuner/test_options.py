@@ -13,4 +13,4 @@ def test_options_are_shown_with_their_units():
     lines = list(OPTIONS.lines())
     assert len(lines) == len(fields(Options))
     assert "near_resident = 1.05 times the best plan's seconds" in lines
-    assert "assumed = 1.2, 1.5, 2, 4 times the least bound" in lines
+    assert "assumed = 1.1, 1.2, 1.5, 2, 4 times the least bound" in lines

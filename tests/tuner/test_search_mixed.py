@@ -64,8 +64,8 @@ def test_answers_are_pipelines_that_have_what_they_are_said_to_take():
 
 
 def test_a_search_that_is_cut_short_says_so_and_proves_less():
-    hurried = searched(question(), seconds=-1.0)
-    full = searched(question())
+    asked = replace(question(), network=spec(5))
+    hurried, full = searched(asked, seconds=-1.0), searched(asked)
     assert hurried.is_late
     assert hurried.bound <= full.bound * (1 + PRECISION)
     assert hurried.solved < full.solved

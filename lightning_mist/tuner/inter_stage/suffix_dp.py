@@ -393,16 +393,16 @@ class Suffixes:
             kept_K &= options.rank_K == 0  # Nothing but the steady time counts.
         return np.flatnonzero(kept_K)
 
-    def behind(self, at_M: IntArray, at_J: IntArray, states: States) -> IntArray:
-        """For some states the one behind options of one kind; axes ``MJ``."""
-        kind, layers_M, units_M = int(self.kind_K[at_M[0]]), self.options.layers_K[at_M], self._units_K[at_M]
+    def behind(self, at_K: IntArray, at_J: IntArray, states: States) -> IntArray:
+        """For some states the one behind options of one kind; axes ``KJ``."""
+        kind, layers_K, units_K = int(self.kind_K[at_K[0]]), self.options.layers_K[at_K], self._units_K[at_K]
         low, high = self.chain.first_begin_by_kind[kind], self.chain.last_begin_by_kind[kind]
         used_J = states.used_J[at_J]
-        fits_MJ = (states.row_J[at_J] > layers_M[:, None]) & (used_J >= (units_M + low)[:, None])
+        fits_KJ = (states.row_J[at_J] > layers_K[:, None]) & (used_J >= (units_K + low)[:, None])
         if high == low:
-            fits_MJ &= used_J <= (units_M + high)[:, None]
-        found_MJ = states.flat_J[at_J] - self.offset_K[at_M][:, None]
-        return np.where(fits_MJ, states.number[np.where(fits_MJ, found_MJ, 0)], len(states.row_J))
+            fits_KJ &= used_J <= (units_K + high)[:, None]
+        found_KJ = states.flat_J[at_J] - self.offset_K[at_K][:, None]
+        return np.where(fits_KJ, states.number[np.where(fits_KJ, found_KJ, 0)], len(states.row_J))
 
 
 class PassedOptions:
@@ -434,24 +434,24 @@ class PassedOptions:
         # Options of one kind come one after another.
         edges = [first, *((kind_K[1:] != kind_K[:-1]).nonzero()[0] + first + 1).tolist(), last] if first < last else []
         for begin, end in pairwise(edges):
-            at_J, row_K, behind_MJ = self._table(int(self._kind_K[begin]))
+            at_J, row_K, rows = self._table(int(self._kind_K[begin]))
             step = max(1, _AT_ONCE // max(1, len(at_J)))
             for low in range(begin, end, step):
                 some = slice(low, min(low + step, end))
-                yield some, at_J, behind_MJ.take(row_K[some], axis=0)
+                yield some, at_J, rows.take(row_K[some], axis=0)
 
     def _table(self, kind: int) -> tuple[IntArray, IntArray, IntArray]:
         """The states in which a stage of a kind can end, and for these the one behind it, in rows that options share.
 
-        Options have a row by how much smaller they make the number of a state; axes ``J``, ``K``, ``MJ``.
+        Options have a row by how much smaller they make the number of a state; axes ``J``, ``K``, and row and ``J``.
         """
         if kind not in self._tables:
             of_K, suffixes, states = np.flatnonzero(self._kind_K == kind), self._suffixes, self.states
             at_J = np.flatnonzero(suffixes.chain.ends_by_kind_N[kind, states.used_J])
             at_K, row_K = self._at_K[of_K], np.zeros_like(self._at_K)
-            _, first_M, row_K[of_K] = np.unique(suffixes.offset_K[at_K], return_index=True, return_inverse=True)
-            at_M, step = at_K[first_M], max(1, _AT_ONCE // max(1, len(at_J)))
-            rows = [suffixes.behind(at_M[low : low + step], at_J, states) for low in range(0, len(at_M), step)]
+            _, first, row_K[of_K] = np.unique(suffixes.offset_K[at_K], return_index=True, return_inverse=True)
+            at_K, step = at_K[first], max(1, _AT_ONCE // max(1, len(at_J)))
+            rows = [suffixes.behind(at_K[low : low + step], at_J, states) for low in range(0, len(at_K), step)]
             self._tables[kind] = at_J, row_K, np.concatenate(rows)
         return self._tables[kind]
 
