@@ -14,7 +14,7 @@ ROOT = Path(lightning_mist.__file__).parent
 FOLDERS = sorted({path.parent for path in ROOT.rglob("*.py")})
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
 
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 700, 80, 12, 80_629
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 700, 80, 12, 80_639
 PAGE_LINES, PAGE_WITH_IMPORTER = 120, 400
 """A module with fewer lines and one importer, in its folder, is a page of it where both together are so few lines."""
 

@@ -37,7 +37,7 @@ def predict(spec: ModelSpec, profile: Profiles, cluster: AnyCluster, plan: Plan)
 
 
 def predict_with(model: CostModel, plan: Plan) -> Predicted:
-    """As :func:`predict`, with a cost model that exists already, which keeps what it has predicted."""
+    """As :func:`predict`, with a cost model that exists already, which keeps what it predicted last."""
     return predictions(model, [plan])[0]
 
 
@@ -109,7 +109,8 @@ def _kept(known: dict[Plan, _Found], plans: Sequence[Plan], find: Callable[[list
     """What is known of some plans, or found for those together that it is not; kept for the plans asked for last."""
     bare = [plan if plan.predicted is None else replace(plan, predicted=None) for plan in plans]
     new = [plan for plan in dict.fromkeys(bare) if plan not in known]
-    known.update(zip(new, find(new), strict=True))
+    if new:
+        known.update(zip(new, find(new), strict=True))
     for plan in bare:
         known[plan] = known.pop(plan)  # what was asked for last comes last
     found = [known[plan] for plan in bare]

@@ -25,15 +25,16 @@ class Options:
         beside_offloaded: The same where state may be offloaded: of what is then best other schedules may gain nothing.
             For 2.7 billion parameters on 8 L4 one that takes 5.8 % longer by the form takes 15 % less under ZB-H1.
         near_offloaded: As ``near_resident`` with what may be offloaded, of which evaluating all that are so near takes
-            most of a search. With 1.015, which takes 1.06 times the processor seconds, of the plans of all questions in
-            the record ``plan-hashes-near_amd-epyc-2-cores_202612.json`` one takes 0.02 % less and one 0.4 % more.
+            most of a search. With 1.015, which takes 1.05 times the processor seconds, of the plans of all questions in
+            the record ``plan-hashes-near_amd-epyc-2-cores_202612.json`` one takes 0.02 % less and one 0.4 % more, as
+            in ``plan-hashes-pieces``.
         enough_near: Pipelines that are enough for the clock and other schedules to choose among: others are not looked
             for any more. Of long pipelines on many devices there are more, and the optimum of each is proven. The plans
             of all questions of :mod:`benchmarks.planner.plan_hashes` are the same without this limit.
         compared: Multiple of the best plan's seconds below which the best single stage is looked for, to be compared
             with: people know what it is.
         assumed: Multiples of the least bound of all pipelines that are assumed as cutoffs, until a plan is found below
-            one. Stages that are far too slow are so never evaluated. Beginning at 1.2 searches take 1.09 times the
+            one. Stages that are far too slow are so never evaluated. Beginning at 1.2 searches take 1.1 times the
             processor seconds.
         close: Up to this multiple of a cutoff what is known is as good a one: otherwise all would be looked at twice.
         likely: Multiple of the least bound of all up to which groups are as likely to have the best: a bound of that

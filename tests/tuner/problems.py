@@ -84,8 +84,8 @@ def brute_force(problem, value=None):
     return best
 
 
-def random_family(seed):
-    """Pipelines of 2 to 4 stages that share what lies behind their first stages; starts are open or fixed."""
+def random_family(seed, *, alternates=False):
+    """Pipelines of 2 to 4 stages that share what lies behind their first stages; starts are open or fixed, or both."""
     rng = np.random.default_rng(seed)
     most = int(rng.integers(2, 5))
     num_layers, num_parts = int(rng.integers(most, 8)), int(rng.choice([1, 2]))
@@ -97,7 +97,9 @@ def random_family(seed):
         rows = []
         for length in range(1, num_layers):
             starts = {"first": [0], "last": [num_layers - length]}.get(role)
-            for start in starts or ([ANYWHERE] if is_open else range(1, num_layers - length)):
+            for start in starts or (
+                [ANYWHERE] if is_open ^ (alternates and behind == 2) else range(1, num_layers - length)
+            ):
                 for count, part in kinds:
                     base = (length + rng.random() + 0.2 * behind) / count * (1 + part)
                     rows.append((start, length, count, base * scale, 2 * base * rng.random() * scale, part))

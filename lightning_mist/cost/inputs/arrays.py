@@ -23,9 +23,9 @@ Record = TypeVar("Record", bound="ArrayRecord")
 class ArrayRecord:
     """Base of frozen, slotted dataclasses whose arrays share an axis, one of those that letters of their names say.
 
-    Letters say the last axes: of ``times_by_kind_K`` the axis ``K`` is the last. Records among the fields have as many
-    entries and go along; a field that may be ``None`` is an array or a record. What is named otherwise belongs to all
-    entries alike.
+    Letters say the last axes: of ``times_by_kind_K`` the axis ``K`` is the last. Records among the fields, whose names
+    say no axis, have as many entries and go along; a field that may be ``None`` is an array or a record. What is named
+    otherwise belongs to all entries alike.
     """
 
     __slots__ = ()

@@ -190,7 +190,15 @@ behind it; axes ``J``, ``KJ``."""
 
 
 class Suffixes:
-    """The stages of a family of pipelines, prepared for passes."""
+    """The stages of a family of pipelines, prepared for passes.
+
+    Attributes:
+        options: Those of all different stages between others, one stage after another.
+        edges: Where those of each begin, and the last end.
+        slots: Which of them a stage is, by how many stages between others are behind it.
+        kind_K: See :func:`kinds`.
+        offset_K: How much smaller the number of the state behind a stage is than that with it.
+    """
 
     def __init__(self, family: Family) -> None:
         layers, devices, order = family.num_layers, family.num_devices, family.order
@@ -217,7 +225,6 @@ class Suffixes:
         options = self.options
         self._speed_K = options.devices_K / self.rate_by_part[options.part_K]
         self.kind_K = kinds(options.part_K, options.seams_K)
-        # How much smaller the number of the state behind a stage is than that with it.
         self._units_K = self._units(options.devices_K, options.part_K)
         self.offset_K = options.layers_K * self.chain.size + self._units_K
 
@@ -452,7 +459,7 @@ class PassedOptions:
             _, first, row_K[of_K] = np.unique(suffixes.offset_K[at_K], return_index=True, return_inverse=True)
             at_K, step = at_K[first], max(1, _AT_ONCE // max(1, len(at_J)))
             rows = [suffixes.behind(at_K[low : low + step], at_J, states) for low in range(0, len(at_K), step)]
-            self._tables[kind] = at_J, row_K, np.concatenate(rows)
+            self._tables[kind] = at_J, row_K, rows[0] if len(rows) == 1 else np.concatenate(rows)
         return self._tables[kind]
 
     def extended(self, place: int, behind: FloatArray, cap: float | None, bottleneck: float) -> FloatArray:

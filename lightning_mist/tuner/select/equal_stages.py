@@ -132,6 +132,7 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
         for recomputed in [int(space.recomputed(np.diff(_cuts(space.num_layers, alike.num_stages)))[1].min())]
         for zero_stage in alike.zero_stages(space)
     ]
+    # More recomputation changes nothing about what is reduced.
     whole = [plan for plan in whole if _reduced_seconds(stages, plan) < below]
     room, near = PlanRoom.of(stages)._replace(space=space), whole
     # Of unlike layers devices hold others in chunks than in one piece, which may need less.

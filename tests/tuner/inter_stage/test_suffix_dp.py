@@ -43,6 +43,20 @@ def test_a_pass_finds_the_least_sums_of_every_number_of_stages(seed):
             assert capped.values == pytest.approx({n: value for n, value in wanted.items() if np.isfinite(value)})
 
 
+@pytest.mark.parametrize("seed", [seed for seed in SEEDS if max(random_family(seed).heads) == 4])
+def test_stages_whose_places_are_settled_pass_beside_others(seed):
+    family = random_family(seed, alternates=True)
+    suffixes = Suffixes(family)
+    bottleneck = float(suffixes.bottlenecks()[-1])
+    walk = suffixes.walk(bottleneck)
+    found = {count: least(family.problem(count), bottleneck, None) for count in family.heads}
+    assert walk.values == pytest.approx({count: value for count, value in found.items() if np.isfinite(value)})
+    for count, value in walk.values.items():
+        problem, chosen = family.problem(count), suffixes.chosen(walk, count)
+        assert is_feasible(problem, chosen)
+        assert problem.steady(chosen).sum() + max(0.0, float(problem.boundary(chosen)[0])) == pytest.approx(value)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pass_of_one_number_of_stages_and_a_limit_finds_the_same_below_it(seed):
     family = random_family(seed)
