@@ -106,7 +106,7 @@ class TuneResult:
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan under the
             schedule of the exact search that it competed with.
         alternatives: The best plans of other numbers of stages, fastest first: of those that take at most 5 %
-            longer by the closed form than the best of all, with state in host memory at most 1.5 %, and the best
+            longer by the closed form than the best of all, with state in host memory at most 1 %, and the best
             single stage where it takes at most a quarter longer. The fastest half dozen are kept, and that one.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:
