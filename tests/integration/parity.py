@@ -74,9 +74,11 @@ def precision_of(module: nn.Module) -> Iterator[None]:
 
         return wraps(function)(call)
 
+    to = in_double(Tensor.to)
+    to.__module__, to.__qualname__ = "torch", "Tensor.to"  # Where other processes find it, as they do torch's own.
     with (
         mock.patch.object(Tensor, "float", Tensor.double),
-        mock.patch.object(Tensor, "to", in_double(Tensor.to)),
+        mock.patch.object(Tensor, "to", to),
         mock.patch.object(nn.functional, "softmax", in_double(nn.functional.softmax)),
         mock.patch.object(torch, "zeros", in_double(torch.zeros)),
     ):
